@@ -1,0 +1,41 @@
+"""Errors that a user can act on: every problem at once, each with the place, the reason and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        place: where ("train.jsonl:12", "config.yaml: lora.rank").
+        reason: what is wrong there.
+        fix: what to do about it; empty when the reason says it all.
+    """
+
+    place: str
+    reason: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.reason}"
+        return f"{text} -> {self.fix}" if self.fix else text
+
+
+class UserError(Exception):
+    """The user must change something (configuration, data, a path). The command line leaves with `exit_code`."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | Sequence[Problem]):
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DoesNotFit(UserError):
+    """The run does not fit the memory that it was given."""
+
+    exit_code = 3
