@@ -1,0 +1,151 @@
+"""Which modules of a model get an adapter: from what the user wrote to the full names of linear layers.
+
+Only linears inside the decoder layers can be targets. Output head, embeddings and modules before or after
+the layers are refused with the reason, never skipped silently. Making the adapters is the work of `adapters`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from longtune.errors import Problem, UserError
+
+ALL_LINEAR = "all-linear"
+
+
+def choose_targets(
+    model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR, layers: str | Sequence[int] = "all"
+) -> list[str]:
+    """Full names of the linears to adapt, in the order of the model's modules.
+
+    Args:
+        model: a causal LM without adapters.
+        targets: "all-linear" (every linear inside the decoder layers); or names, each either the end of a module's
+            name ("q_proj", "self_attn.q_proj") or a regular expression for the whole of it. Routers and experts
+            that are stored as plain tensors aren't modules, and so are never among them.
+        layers: "all", "last N", or layer numbers (negative ones count from the end).
+
+    Raises:
+        UserError: every pattern that matches nothing, or a module that can't be adapted.
+    """
+    prefix, count = decoder_layers(model)
+    chosen_layers = _layer_numbers(layers, count)
+    linears: list[str] = []
+    for name, module in model.named_modules():
+        if name.startswith(f"{prefix}.") and is_linear(module):
+            number = name[len(prefix) + 1 :].split(".", 1)[0]
+            if int(number) in chosen_layers:
+                linears.append(name)
+    if targets == ALL_LINEAR:
+        return linears
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    problems: list[Problem] = []
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern == ALL_LINEAR:
+            chosen.update(linears)
+            continue
+        try:
+            found = [name for name in linears if _matches(pattern, name)]
+        except re.error as error:
+            problems.append(Problem(f"lora.targets: {pattern}", f"is not a regular expression ({error})"))
+            continue
+        # An expression that spans the whole model, such as `.*`, is not to be read as "the linears of it".
+        outside = _first_refusal(model, pattern, prefix, [] if found else linears)
+        if outside is not None:
+            problems.append(outside)
+        chosen.update(found)
+    if not patterns:
+        problems.append(Problem("lora.targets", "is empty", f"use {ALL_LINEAR}, or name modules"))
+    if problems:
+        raise UserError(problems)
+    return [name for name in linears if name in chosen]
+
+
+def shortest_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """The ends of names ("q_proj") that choose exactly `names` under PEFT's rule, else the full names, sorted.
+
+    Other tools read an adapter's targets more easily as short names.
+    """
+    ends = {name.rsplit(".", 1)[-1] for name in names}
+    chosen = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in ends}
+    return sorted(ends if chosen == set(names) else names)
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
+    """Name of the list that holds the decoder layers, and how many there are."""
+    decoder = model.get_decoder()
+    lists = {id(module): name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    inside = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        if not inside:
+            raise UserError(Problem("model", f"{type(model).__name__} has no list of decoder layers"))
+        layers = max(inside, key=len)
+    return lists[id(layers)], len(layers)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer, quantised or not: it says how many features come in and go out, and has no adapter yet."""
+    if isinstance(module, nn.Linear | Conv1D):
+        return True
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return all(isinstance(size, int) for size in sizes) and next(module.children(), None) is None
+
+
+def _layer_numbers(layers: str | Sequence[int], count: int) -> set[int]:
+    place = "lora.layers"
+    fix = "use all, last N, or a list of layer numbers"
+    if isinstance(layers, str):
+        if layers == "all":
+            return set(range(count))
+        match = re.fullmatch(r"last\s+(\d+)", layers.strip())
+        if not match:
+            raise UserError(Problem(place, f"{layers!r} is unknown", fix))
+        last = int(match[1])
+        if not 1 <= last <= count:
+            raise UserError(Problem(place, f"{layers!r}: the model has {count} layers", fix))
+        return set(range(count - last, count))
+    wrong = [number for number in layers if not -count <= number < count]
+    if wrong or not layers:
+        reason = f"the model has {count} layers, and no layer {wrong[0]}" if wrong else "is empty"
+        raise UserError(Problem(place, reason, fix))
+    return {number % count for number in layers}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
+
+
+def _first_refusal(model: PreTrainedModel, pattern: str, prefix: str, linears: Sequence[str]) -> Problem | None:
+    """Why a pattern can't be served: it names something that can't be adapted, or nothing at all.
+
+    Args:
+        linears: names to offer when the pattern matches nothing; empty when it matched a linear already.
+    """
+    place = f"lora.targets: {pattern}"
+    matched = [(name, module) for name, module in model.named_modules() if name and _matches(pattern, name)]
+    for name, module in matched:
+        if module is model.get_output_embeddings() or module is model.get_input_embeddings():
+            what = "the output head" if module is model.get_output_embeddings() else "the embedding"
+            return Problem(place, f"{name} is {what}, which takes no adapter", "target linears of the layers")
+        if is_linear(module) and not name.startswith(f"{prefix}."):
+            return Problem(place, f"{name} lies outside the decoder layers", "target linears of the layers")
+    if not linears:
+        return None
+    if any(name.startswith(f"{prefix}.") and is_linear(module) for name, module in matched):
+        return Problem(place, "matches no linear in the chosen layers", "see lora.layers")
+    if matched:
+        name, module = matched[0]
+        return Problem(
+            place, f"{name} is a {type(module).__name__}, not a linear", f"use {ALL_LINEAR}, or name linears"
+        )
+    ends = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    near = difflib.get_close_matches(pattern.rsplit(".", 1)[-1], ends, n=3, cutoff=0.4) or ends
+    return Problem(place, "matches no module", f"did you mean {', '.join(near)}?")
