@@ -1,0 +1,20 @@
+"""Objectives by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longtune.objective.base import Objective, Outcome, Totals
+from longtune.objective.sft import Sft
+
+OBJECTIVES: dict[str, type] = {
+    "sft": Sft,
+}
+
+
+def get(name: str, **settings: Any) -> Objective:
+    """The objective `name` with its settings."""
+    return OBJECTIVES[name](**settings)
+
+
+__all__ = ["OBJECTIVES", "Objective", "Outcome", "Totals", "get"]

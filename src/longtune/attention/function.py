@@ -1,0 +1,151 @@
+"""The attention function that an unmodified transformers model calls, and the cell that it works for.
+
+Each `AttentionPort` registers one entry in transformers' `AttentionInterface` under a name of its own, so engines never
+meet; models are pointed at it only while their engine walks. The cell in work (layer, chunk, KV store) is set on
+the port by the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from longtune.attention.path import PathAttention, Score
+from longtune.attention.store import KVStore
+from longtune.errors import Problem, UserError
+from longtune.tree import Chunk
+
+_NUMBERS = itertools.count()
+
+
+class StopLayer(Exception):
+    """Leaves a layer at its attention call: the keys and values are written, the rest is not wanted."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """One (layer, chunk) in work.
+
+    Attributes:
+        layer: index of the layer.
+        chunk: the chunk.
+        store: the KV store to read (the donor's for a sharer).
+        writes: whether the layer has keys and values of its own (False for a sharer).
+        stop: leave the layer once its keys and values are written.
+        kept: attention output [1, H, C, E] and log-sum-exp [1, H, C] of an earlier run, used instead of computing them.
+        keep: called with output and log-sum-exp when they are computed.
+    """
+
+    layer: int
+    chunk: Chunk
+    store: KVStore
+    writes: bool = True
+    stop: bool = False
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+
+class _PathAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, attention: PathAttention, cell: Cell, score: Score):
+        out, lse = cell.kept or attention.forward(q, cell.store, cell.chunk, score)
+        ctx.save_for_backward(q, out, lse)
+        ctx.attention, ctx.store, ctx.chunk, ctx.score = attention, cell.store, cell.chunk, score
+        ctx.own = None if k is None else (k.dtype, v.dtype)
+        if cell.keep is not None:
+            cell.keep(out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, out, lse = ctx.saved_tensors
+        dq = ctx.attention.backward(dout, q, out, lse, ctx.store, ctx.chunk, ctx.score)
+        if ctx.own is None:
+            return dq, None, None, None, None, None
+        dk, dv = ctx.store.gradients(ctx.chunk)
+        return dq, dk.to(ctx.own[0]), dv.to(ctx.own[1]), None, None, None
+
+
+Probe = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any, Score], torch.Tensor]
+
+
+class AttentionPort:
+    """The place where a model's attention calls arrive.
+
+    Args:
+        attention: computes them.
+
+    Attributes:
+        name: the name registered with transformers (no mask is ever made for it).
+        cell: the cell in work.
+        probe: when set, receives the calls instead (used once, to learn a model's structure).
+    """
+
+    def __init__(self, attention: PathAttention):
+        self.attention = attention
+        self.cell: Cell | None = None
+        self.probe: Probe | None = None
+        self.name = f"longtune-{next(_NUMBERS)}"
+        self_ref = weakref.ref(self)
+
+        def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            port = self_ref()
+            assert port is not None, "the engine of this attention was closed"
+            return port(*args, **kwargs)
+
+        AttentionInterface.register(self.name, call)
+        self._finalizer = weakref.finalize(self, AttentionInterface._global_mapping.pop, self.name, None)
+
+    def close(self) -> None:
+        """Take the entry out of transformers' registry."""
+        self._finalizer()
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention signature; query [1, H, C, D], key [1, K, C, D], value [1, K, C, E]; returns the
+        output [1, C, H, E] and no weights."""
+        if dropout:
+            raise UserError(
+                Problem(
+                    type(module).__name__,
+                    f"attention dropout is {dropout}; dropout inside attention is not supported",
+                    "set attention_dropout to 0 in the model's config",
+                )
+            )
+        for name in ("position_bias", "alibi", "indices"):
+            if kwargs.get(name) is not None:
+                raise UserError(Problem(type(module).__name__, f"attention with `{name}` is not supported"))
+        if s_aux is not None and s_aux.requires_grad:
+            raise UserError(Problem(type(module).__name__, "trainable attention sinks are not supported", "freeze them"))
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        score = Score(scale, softcap, sliding_window, s_aux)
+        if self.probe is not None:
+            return self.probe(module, query, key, value, attention_mask, score), None
+        cell = self.cell
+        assert cell is not None, "attention was called outside a walk"
+        if cell.writes:
+            cell.store.write(cell.chunk, key, value)
+        if cell.stop:
+            raise StopLayer
+        own = (key, value) if cell.writes else (None, None)
+        out = _PathAttentionFunction.apply(query, *own, self.attention, cell, score)
+        return out.transpose(1, 2), None

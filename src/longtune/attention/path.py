@@ -1,0 +1,204 @@
+"""Exact attention of one chunk over its paths: blocks of a kernel merged by log-sum-exp.
+
+A chunk's queries see, for each span, all earlier tokens of the span's path and the span itself up to the query. The
+earlier tokens are column ranges of the KV store; each range is attended in blocks of at most `block_keys` keys, the
+span's own square causally, and the parts are merged by log-sum-exp. A sliding window cuts the path, not the row: queries
+are then taken in short blocks, each over the few keys that it can see. Sinks are one more term of the softmax's
+denominator, so they only rescale the merged output. No score matrix is larger than a kernel's block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longtune.attention.kernels import Kernel
+from longtune.attention.store import KVStore
+from longtune.tree import Chunk, Span
+
+WINDOW_BLOCK = 512
+"""Queries taken at once under a sliding window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a layer scores: scale of q k, softcap, sliding window (in positions, a query sees itself and the window - 1
+    tokens before it on its path), and sinks (one logit per query head, [H])."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One block: some queries of the chunk against some columns of the store.
+
+    Attributes:
+        queries: columns of the chunk (counted from its start).
+        columns: ranges of the row, in path order.
+        causal: the queries are the keys' own tokens.
+        mask: boolean [queries, keys] under a window that cuts through the block.
+    """
+
+    queries: slice
+    columns: tuple[tuple[int, int], ...]
+    causal: bool = False
+    mask: torch.Tensor | None = None
+
+
+def _cut(ranges: Sequence[tuple[int, int]], drop: int) -> tuple[tuple[int, int], ...]:
+    """The ranges without their first `drop` columns."""
+    kept = []
+    for start, end in ranges:
+        skipped = min(drop, end - start)
+        drop -= skipped
+        if start + skipped < end:
+            kept.append((start + skipped, end))
+    return tuple(kept)
+
+
+def _join(ranges: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
+    """The ranges and [start, end), merged with the last one where they touch."""
+    if ranges and ranges[-1][1] == start:
+        return (*ranges[:-1], (ranges[-1][0], end))
+    return (*ranges, (start, end))
+
+
+def _parts(span: Span, origin: int, window: int | None, block_keys: int, device: torch.device) -> Iterator[_Part]:
+    """The blocks that make up one span's attention."""
+    length = span.end - span.start
+    if window is None or window >= span.position + length:
+        queries = slice(span.start - origin, span.end - origin)
+        for start, end in span.past:
+            for low in range(start, end, block_keys):
+                yield _Part(queries, ((low, min(low + block_keys, end)),))
+        yield _Part(queries, ((span.start, span.end),), causal=True)
+        return
+    for low in range(0, length, WINDOW_BLOCK):
+        high = min(low + WINDOW_BLOCK, length)
+        first_seen = max(0, span.position + low - window + 1)
+        columns = _cut(_join(span.past, span.start, span.start + high), first_seen)
+        query = torch.arange(span.position + low, span.position + high, device=device)
+        key = torch.arange(first_seen, span.position + high, device=device)
+        distance = query[:, None] - key[None, :]
+        mask = (distance >= 0) & (distance < window)
+        yield _Part(slice(span.start - origin + low, span.start - origin + high), columns, mask=mask)
+
+
+def _read(store: KVStore, columns: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    pieces = [store.read(start, end) for start, end in columns]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([k for k, _ in pieces], dim=2), torch.cat([v for _, v in pieces], dim=2)
+
+
+class PathAttention:
+    """Attention over token-tree paths with one kernel.
+
+    Args:
+        kernel: the block backend.
+        fallback: used where `kernel` lacks softcap.
+        block_keys: keys of a block at most; bounds the temporaries of a kernel's backward.
+    """
+
+    def __init__(self, kernel: Kernel, fallback: Kernel, block_keys: int = 8192):
+        self.kernel = kernel
+        self.fallback = fallback
+        self.block_keys = block_keys
+
+    def _kernel(self, score: Score) -> Kernel:
+        return self.kernel if score.softcap is None or self.kernel.supports_softcap else self.fallback
+
+    def forward(
+        self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [1, H, C, E] in the queries' dtype and log-sum-exp [1, H, C] in fp32 (fp64), sinks included."""
+        kernel = self._kernel(score)
+        wide = torch.promote_types(q_BHCD.dtype, torch.float32)
+        out: torch.Tensor | None = None
+        lse: torch.Tensor | None = None
+        for span in chunk.spans:
+            parts = list(_parts(span, chunk.start, score.window, self.block_keys, q_BHCD.device))
+            shared: tuple[torch.Tensor, torch.Tensor] | None = None
+            for part in parts:
+                k, v = _read(store, part.columns)
+                q = q_BHCD[:, :, part.queries]
+                o, l = kernel.forward(
+                    q, k, v, scale=score.scale, causal=part.causal, mask=part.mask, softcap=score.softcap
+                )
+                if part.mask is None and len(parts) > 1:
+                    shared = (o.to(wide), l) if shared is None else _merge(*shared, o, l)
+                    if part is not parts[-1]:
+                        continue
+                    o, l = shared
+                if out is None or lse is None:
+                    if part.queries == slice(0, chunk.size):
+                        out, lse = o.to(q.dtype), l
+                        continue
+                    out = q.new_empty(*q_BHCD.shape[:3], o.shape[3])
+                    lse = l.new_empty(q_BHCD.shape[:3])
+                out[:, :, part.queries] = o
+                lse[:, :, part.queries] = l
+        assert out is not None and lse is not None
+        if score.sinks is not None:
+            total = torch.logaddexp(lse, score.sinks.to(lse.dtype)[None, :, None])
+            out = (out * torch.exp(lse - total)[..., None]).to(out.dtype)
+            lse = total
+        return out, lse
+
+    def backward(
+        self,
+        dout_BHCE: torch.Tensor,
+        q_BHCD: torch.Tensor,
+        out_BHCE: torch.Tensor,
+        lse_BHC: torch.Tensor,
+        store: KVStore,
+        chunk: Chunk,
+        score: Score,
+    ) -> torch.Tensor:
+        """dQ [1, H, C, D]; the store's accumulators receive dK and dV of everything that the chunk read."""
+        kernel = self._kernel(score)
+        dq: torch.Tensor | None = None
+        for span in chunk.spans:
+            parts = list(_parts(span, chunk.start, score.window, self.block_keys, q_BHCD.device))
+            for part in parts:
+                k, v = _read(store, part.columns)
+                rows = part.queries
+                dq_part, dk, dv = kernel.backward(
+                    dout_BHCE[:, :, rows],
+                    q_BHCD[:, :, rows],
+                    k,
+                    v,
+                    out_BHCE[:, :, rows],
+                    lse_BHC[:, :, rows],
+                    scale=score.scale,
+                    causal=part.causal,
+                    mask=part.mask,
+                    softcap=score.softcap,
+                )
+                if len(parts) == 1 and rows == slice(0, chunk.size):
+                    dq = dq_part
+                else:
+                    if dq is None:
+                        dq = torch.zeros_like(q_BHCD, dtype=torch.promote_types(q_BHCD.dtype, torch.float32))
+                    dq[:, :, rows] += dq_part
+                at = 0
+                for start, end in part.columns:
+                    size = end - start
+                    store.accumulate(start, end, dk[:, :, at : at + size], dv[:, :, at : at + size])
+                    at += size
+        assert dq is not None
+        return dq.to(q_BHCD.dtype)
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the union of two disjoint key sets, from the softmax over each."""
+    total = torch.logaddexp(lse, other_lse)
+    out = out * torch.exp(lse - total)[..., None] + other_out * torch.exp(other_lse - total)[..., None]
+    return out, total

@@ -1,0 +1,48 @@
+"""Which attention kernel a device and dtype get, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Kernel, Reference
+from longtune.attention.path import PathAttention
+
+KERNELS: dict[str, type] = {
+    "reference": Reference,
+    "cpu-flash": CpuFlash,
+    "cuda-flash": CudaFlash,
+    "cudnn": Cudnn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel by name and the reason for it."""
+
+    name: str
+    reason: str
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Choice:
+    """The kernel for a device and dtype, with the reason."""
+    if device.type == "cuda":
+        if dtype not in (torch.bfloat16, torch.float16):
+            return Choice("reference", f"the fused CUDA kernels take bf16 and fp16, not {dtype}")
+        if torch.cuda.get_device_capability(device)[0] >= 9 and torch.backends.cudnn.is_available():
+            return Choice("cudnn", "fastest of torch's own kernels on compute capability 9 and newer")
+        if torch.cuda.get_device_capability(device)[0] >= 8:
+            return Choice("cuda-flash", "FlashAttention-2 of torch, compute capability 8")
+        return Choice("reference", "torch's flash attention needs compute capability 8")
+    if device.type == "cpu":
+        if dtype == torch.float16:
+            return Choice("reference", "fp16 on the CPU is computed with explicit scores")
+        return Choice("cpu-flash", "torch's flash attention for the CPU")
+    return Choice("reference", f"no fused kernel with log-sum-exp on {device.type}")
+
+
+def path_attention(device: torch.device, dtype: torch.dtype, name: str | None = None) -> tuple[PathAttention, Choice]:
+    """The attention for a device and dtype; `name` overrules the choice."""
+    choice = Choice(name, "asked for") if name else choose(device, dtype)
+    return PathAttention(KERNELS[choice.name](), Reference()), choice

@@ -1,0 +1,168 @@
+"""The engine: one model, one plan, any number of steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from longtune.attention.function import AttentionPort
+from longtune.attention.select import path_attention
+from longtune.engine.boundary import make_store
+from longtune.engine.plan import Plan
+from longtune.engine.randomness import has_dropout
+from longtune.engine.structure import PROBE_TOKENS, learn
+from longtune.engine.walk import Walk
+from longtune.errors import Problem, UserError
+from longtune.head.heads import make_head
+from longtune.model.stack import Stack, evaluating
+from longtune.objective.base import Objective, Totals
+from longtune.tree import Forest, Tree
+
+
+class Engine:
+    """Runs training and evaluation steps of a model by walking the grid of layers x chunks.
+
+    Args:
+        model: a causal LM of transformers, PEFT-wrapped or not. It is not changed; while a walk runs, its attention
+            calls go to this engine.
+        plan: how to walk.
+        seed: seed of the run, for randomness inside layers (dropout).
+        attention: name of an attention kernel, to overrule the choice.
+
+    Attributes:
+        attention_choice: the attention kernel and the reason for it.
+        unchunkable: why chunks cannot be walked apart (a layer mixes tokens outside attention), or None.
+
+    Raises:
+        UserError: the model is no causal LM of transformers, or does something that the walk would not compute exactly.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan | None = None, seed: int = 0, attention: str | None = None):
+        self.model = model
+        self.plan = plan or Plan()
+        self.seed = seed
+        self.stack = Stack(model)
+        computing, self.attention_choice = path_attention(self.stack.device, self.stack.dtype, attention)
+        self.port = AttentionPort(computing)
+        self.wide_dtype = torch.promote_types(self.stack.dtype, torch.float32)
+        self.random_layers = [False] * len(self.stack.layers)
+        self.unchunkable: str | None = None
+        try:
+            self.structure = learn(self.stack, self.port)
+            self.head = make_head(self.stack, self.plan.head_chunk)
+            self.boundaries = make_store(self.plan.boundary_store, self.stack.device)
+            self.unchunkable = self._check()
+        except BaseException:
+            self.port.close()
+            raise
+
+    def close(self) -> None:
+        """Release the engine's entry in transformers' registry; the engine cannot be used afterwards."""
+        self.port.close()
+
+    @property
+    def layer_parameters(self) -> list[list[torch.Tensor]]:
+        """Trainable parameters of each layer."""
+        return self._layer_parameters
+
+    def lowest_trained_layer(self) -> int:
+        """The first layer that a backward must reach: 0 where anything before the layers is trained."""
+        if any(p.requires_grad for p in self.stack.outer_parameters):
+            return 0
+        return next((i for i, own in enumerate(self._layer_parameters) if own), len(self.stack.layers))
+
+    def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
+        self._refuse_unchunkable(forest)
+        self._layer_parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers]
+        self.random_layers = [has_dropout(layer) for layer in self.stack.layers]
+        return Walk(self, forest, key, grad)
+
+    def _refuse_unchunkable(self, forest: Forest) -> None:
+        if self.unchunkable is None:
+            return
+        whole = self.plan.chunk_tokens is None or forest.size <= self.plan.chunk_tokens
+        if forest.is_single_sequence and whole:
+            return
+        raise UserError(
+            Problem(
+                type(self.stack.model).__name__,
+                f"{self.unchunkable}; such a model runs with one sequence per row in one chunk"
+                f" (this row: {len(forest.trees)} example(s), {forest.size} tokens, chunk_tokens {self.plan.chunk_tokens})",
+                "set batch_size 1, chunk_tokens null, and no prompt sharing",
+            )
+        )
+
+    def accumulate(
+        self, forest: Forest, objective: Objective, totals: Totals, key: tuple[int, ...] = (0, 0)
+    ) -> dict[str, float]:
+        """One micro-batch: forward, loss, backward. Gradients are added to `.grad` of the trainable parameters.
+
+        Args:
+            forest: the micro-batch.
+            objective: the loss.
+            totals: denominators of the whole optimiser step.
+            key: (step, micro-batch), so that randomness inside layers differs between them and repeats on recomputing.
+
+        Returns:
+            The micro-batch's additive contributions (`loss` among them), for `objective.metrics`.
+        """
+        walk = self._begin(forest, key, grad=True)
+        walk.forward()
+        cotangent = objective.known_cotangent(forest, totals)
+        if cotangent is not None:
+            outcome = objective(forest, walk.head(cotangent).cpu(), totals)
+        else:
+            outcome = objective(forest, walk.log_probs().cpu(), totals)
+            walk.head(outcome.cotangent)
+        walk.backward()
+        walk.sums.deliver()
+        return outcome.sums
+
+    def evaluate(self, forest: Forest, objective: Objective, totals: Totals) -> dict[str, float]:
+        """The same contributions without gradients and without dropout."""
+        return objective(forest, self.log_probs(forest).cpu(), totals).sums
+
+    def log_probs(self, forest: Forest) -> torch.Tensor:
+        """Log-probs of the forest's targets [M], fp32, forward only, dropout off."""
+        with evaluating(self.model):
+            walk = self._begin(forest, (0, 0), grad=False)
+            walk.forward()
+            return walk.log_probs()
+
+    def walk(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
+        """A walk to be driven by hand (used by `longtune.stream`)."""
+        return self._begin(forest, key, grad)
+
+    def _check(self) -> str | None:
+        """Compare the walk with the model's own forward on a few tokens; the reason if chunks cannot be apart."""
+        tokens = torch.arange(PROBE_TOKENS)
+        forest = Forest([Tree.sequence(tokens)])
+        expected = self.structure.hidden.double()
+        tolerance = 0.1 if self.stack.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        plan = self.plan
+        errors = {}
+        with evaluating(self.model), torch.no_grad():
+            for chunk in (None, 2):
+                self.plan = Plan(chunk_tokens=chunk)
+                try:
+                    walk = self._begin(forest, (0, 0), grad=False)
+                    walk.forward()
+                    hidden = walk.hidden().double()
+                finally:
+                    self.plan = plan
+                errors[chunk] = float(torch.linalg.norm(hidden - expected) / torch.linalg.norm(expected))
+        if not errors[None] <= tolerance:
+            raise UserError(
+                Problem(
+                    type(self.stack.model).__name__,
+                    f"walked layer by layer, the model gives other hidden states than its own forward"
+                    f" (relative difference {errors[None]:.2g})",
+                    "this architecture is not supported",
+                )
+            )
+        silent = [i for i, donor in enumerate(self.structure.donors) if donor is None]
+        if silent:
+            return f"layer {silent[0]} ({type(self.stack.layers[silent[0]]).__name__}) mixes tokens outside attention"
+        if not errors[2] <= tolerance:
+            return f"its layers mix tokens outside attention (relative difference between chunks {errors[2]:.2g})"
+        return None

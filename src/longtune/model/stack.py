@@ -1,0 +1,317 @@
+"""A causal language model seen as prologue -> layers -> epilogue -> head, by asking the model itself.
+
+The model's own decoder forward is run with each layer replaced by a stand-in that records its arguments and
+returns its input: that is the prologue. Run again with the last stand-in returning the computed residual, it is the
+epilogue. The model's own outer forward, run with the decoder replaced by one that returns given hidden states, is
+the head. Nothing here knows a model family, and nothing is changed for longer than a call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from longtune.errors import Problem, UserError
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """The arguments that the model gave to one layer for one chunk, without the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden_keyword: str | None = None
+
+
+@dataclass(slots=True)
+class Prologue:
+    """What surrounds the layers for one chunk.
+
+    Attributes:
+        residual: input of the first layer; its shape is the model's own ([1, C, hidden]; Gemma 3n has one more axis).
+        calls: arguments of each layer.
+    """
+
+    residual: torch.Tensor
+    calls: list[LayerCall] = field(default_factory=list)
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place. Attributes of the layer (attention_type, ...) are those of the layer."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self.returns_tuple = returns_tuple
+        self.call: LayerCall | None = None
+        self.hidden: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        keyword = None
+        if args:
+            hidden, args = args[0], args[1:]
+        else:
+            keyword = "hidden_states"
+            hidden = kwargs.pop(keyword)
+        self.hidden = hidden
+        self.call = LayerCall(args, kwargs, keyword)
+        output = hidden if self.output is None else self.output
+        return (output,) if self.returns_tuple else output
+
+
+class _GivenHidden(nn.Module):
+    """Takes the decoder's place and returns given hidden states."""
+
+    class Output:
+        def __init__(self, hidden: torch.Tensor):
+            self.last_hidden_state = hidden
+
+        def __getattr__(self, name: str) -> None:
+            return None
+
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                return ()
+            return self.last_hidden_state if index == 0 else None
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "_decoder", decoder)
+        self.hidden: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_decoder"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.hidden is not None
+        return self.Output(self.hidden)
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers causal LM inside a PEFT wrapper, or the model itself.
+
+    Raises:
+        UserError: the model is no causal LM of transformers.
+    """
+    inner = model
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise UserError(
+            Problem(
+                type(model).__name__,
+                "not a causal language model of transformers (no PreTrainedModel with an output head)",
+                "load it with AutoModelForCausalLM",
+            )
+        )
+    return inner
+
+
+def find_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, str]:
+    """The decoder, its list of layers, and the list's name within the model ("model.layers").
+
+    Raises:
+        UserError: no list of `num_hidden_layers` modules is found.
+    """
+    decoder = model.get_decoder()
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and "layer" in type(module[0]).__name__.lower():
+            break
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and name.split(".")[-1] in ("layers", "h", "blocks")
+        ):
+            break
+    else:
+        raise UserError(Problem(type(model).__name__, f"no list of {count} decoder layers was found"))
+    full = next(n for n, m in model.named_modules() if m is module)
+    return decoder, module, full
+
+
+class Stack:
+    """The four parts of a causal LM.
+
+    Args:
+        model: a causal LM of transformers, PEFT-wrapped or not.
+
+    Attributes:
+        model: the transformers model inside.
+        layers: the decoder layers.
+        returns_tuple: per layer, whether its forward returns a tuple; learnt by `probe`.
+        shared: names of mapping arguments through which layers hand tensors to later layers, with placeholders for
+            their entries (the engine's KV store holds the real ones); learnt by `probe`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = unwrap(model)
+        self.decoder, self._list, self.layers_name = find_layers(self.model)
+        self.layers: list[nn.Module] = list(self._list)
+        self.returns_tuple = [False] * len(self.layers)
+        self.shared: dict[str, dict[Any, Any]] = {}
+        self._configs = self._find_configs()
+        inside = {id(p) for p in self._list.parameters()}
+        self.outer_parameters = [p for p in self.decoder.parameters() if id(p) not in inside]
+
+    def _find_configs(self) -> list[Any]:
+        configs = {}
+        for module in self.decoder.modules():
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, "_attn_implementation"):
+                configs[id(config)] = config
+        return list(configs.values())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._list.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the residual stream: that of the embeddings."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @contextmanager
+    def attending(self, name: str) -> Iterator[None]:
+        """Point the decoder's attention at the registered implementation `name`, with checkpointing off."""
+        before = [(config, config._attn_implementation) for config in self._configs]
+        checkpointed = [m for m in self.decoder.modules() if getattr(m, "gradient_checkpointing", False)]
+        try:
+            for config, _ in before:
+                config._attn_implementation = name
+            for module in checkpointed:
+                module.gradient_checkpointing = False
+            yield
+        finally:
+            for config, old in before:
+                config._attn_implementation = old
+            for module in checkpointed:
+                module.gradient_checkpointing = True
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[list[_StandIn]]:
+        stand_ins = [_StandIn(layer, t) for layer, t in zip(self.layers, self.returns_tuple, strict=True)]
+        try:
+            for index, stand_in in enumerate(stand_ins):
+                self._list[index] = stand_in
+            yield stand_ins
+        finally:
+            for index, layer in enumerate(self.layers):
+                self._list[index] = layer
+
+    def _run_decoder(self, tokens_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        output = self.decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        return output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    def prologue(self, tokens_C: torch.Tensor, positions_C: torch.Tensor) -> Prologue:
+        """Input of the first layer and the arguments of every layer for a chunk of C tokens (int64, on the device)."""
+        with self._stand_ins() as stand_ins:
+            self._run_decoder(tokens_C, positions_C)
+        residual = stand_ins[0].hidden
+        calls = []
+        for index, stand_in in enumerate(stand_ins):
+            if stand_in.call is None or stand_in.hidden is not residual:
+                raise UserError(
+                    Problem(
+                        type(self.model).__name__,
+                        f"the model changes the residual stream before layer {index}, outside any layer",
+                        "this architecture cannot be walked layer by layer",
+                    )
+                )
+            calls.append(stand_in.call)
+        assert residual is not None
+        return Prologue(residual, calls)
+
+    def epilogue(self, tokens_C: torch.Tensor, positions_C: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Hidden states [1, C, hidden] that the head reads, from the output of the last layer."""
+        with self._stand_ins() as stand_ins:
+            stand_ins[-1].output = residual
+            return self._run_decoder(tokens_C, positions_C)
+
+    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run one layer with recorded arguments."""
+        kwargs = call.kwargs
+        if self.shared:
+            kwargs = dict(kwargs)
+            for name, entries in self.shared.items():
+                # The layer writes into a copy that dies with the call; what it would read is in the KV store.
+                own = copy.copy(kwargs[name])
+                own.update(entries)
+                kwargs[name] = own
+        if call.hidden_keyword is None:
+            output = self.layers[index](hidden, *call.args, **kwargs)
+        else:
+            output = self.layers[index](*call.args, **{call.hidden_keyword: hidden}, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def tensors(self, call: LayerCall) -> list[torch.Tensor]:
+        """Tensor arguments of a call that carry gradients to the prologue's parameters."""
+        leaves, _ = tree_flatten((call.args, {k: v for k, v in call.kwargs.items() if k not in self.shared}))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    def with_tensors(self, call: LayerCall, tensors: list[torch.Tensor]) -> LayerCall:
+        """The call with the tensors that `tensors(call)` lists replaced by others, in the same order."""
+        plain = {k: v for k, v in call.kwargs.items() if k not in self.shared}
+        leaves, spec = tree_flatten((call.args, plain))
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
+        return LayerCall(args, {**call.kwargs, **kwargs}, call.hidden_keyword)
+
+    def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] of hidden states [M, H], by the model's own outer forward (scaling and softcap included)."""
+        prefix = self.model.base_model_prefix
+        base = getattr(self.model, prefix)
+        stand_in = _GivenHidden(base)
+        stand_in.hidden = hidden_MH[None]
+        dummy = torch.zeros(1, hidden_MH.shape[0], dtype=torch.int64, device=hidden_MH.device)
+        try:
+            setattr(self.model, prefix, stand_in)
+            output = type(self.model).forward(self.model, input_ids=dummy, use_cache=False)
+        finally:
+            setattr(self.model, prefix, base)
+        return output.logits[0]
+
+    def learn_shared(self, calls: list[LayerCall], before: list[dict[str, int]]) -> None:
+        """Note which mapping arguments the layers filled during a real forward, and keep placeholders of the entries."""
+        for call, sizes in zip(calls, before, strict=True):
+            for name, value in call.kwargs.items():
+                if isinstance(value, MutableMapping) and len(value) > sizes.get(name, 0):
+                    self.shared[name] = {
+                        key: tuple(_placeholder(x) for x in entry) if isinstance(entry, tuple) else entry
+                        for key, entry in value.items()
+                    }
+
+
+def _placeholder(x: Any) -> Any:
+    """A tensor of the same shape that takes no memory."""
+    return x.new_zeros(()).expand(x.shape) if isinstance(x, torch.Tensor) else x
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode (dropout off); restored module by module."""
+    training = [module for module in model.modules() if module.training]
+    with ExitStack() as stack:
+        for module in training:
+            module.training = False
+            stack.callback(setattr, module, "training", True)
+        yield
