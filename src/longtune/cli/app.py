@@ -1,0 +1,25 @@
+"""The `longtune` command: its verbs, in the order in which a newcomer meets them."""
+
+from __future__ import annotations
+
+import typer
+
+from longtune.cli import chat, demo, doctor, eval, init, train
+
+# Plain help: boxes would not leave room for a verb's options on one screen.
+app = typer.Typer(
+    name="longtune",
+    help="Fine-tunes language models with LoRA on long rows, in the memory you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (demo.demo, init.init, train.train, eval.eval_, chat.chat, doctor.doctor):
+    app.command(verb.__name__.rstrip("_"))(verb)
+
+
+def main() -> None:
+    """The entry point of the `longtune` script."""
+    app()

@@ -1,0 +1,136 @@
+"""`longtune chat`: talks to a run's adapter, any adapter, or a model alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, run
+
+_HELP = "/base and /tuned switch the adapter off and on, /new starts over, /quit leaves"
+
+
+def chat(
+    target: Annotated[str, typer.Argument(help="A run folder, an adapter's folder, or a model.")] = "smollm2",
+    prompt: Annotated[str | None, typer.Option(help="Answer this and leave; - reads it from stdin.")] = None,
+    model: Annotated[str | None, typer.Option(help="The base model, if not the one the adapter names.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Answer without the adapter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="With --prompt: answer without and with it.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to TARGET, or ask it one thing with --prompt.
+
+    \b
+    longtune chat runs/rows
+    longtune chat runs/rows --prompt "Hello" --compare
+    """
+    run(lambda: _chat(target, prompt, model, base, compare, system, max_tokens, temperature, as_json), as_json)
+
+
+def _chat(
+    name: str,
+    prompt: str | None,
+    model: str | None,
+    base: bool,
+    compare: bool,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    as_json: bool,
+) -> dict[str, Any]:
+    from longtune.cli.options import find_target
+    from longtune.errors import Problem, UserError
+
+    if prompt is None and (as_json or compare):
+        option = "--json" if as_json else "--compare"
+        raise UserError(Problem(f"chat {option}", "needs something to ask", "add --prompt TEXT"))
+    target = find_target(name, model=model)
+
+    from longtune.model.loading import load_model
+
+    config = target.config
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+    )
+    speaker = _Speaker(loaded, target.adapter, system, max_tokens, temperature)
+    if prompt is None:
+        _converse(speaker, tuned=not base and target.adapter is not None)
+        return {}
+    text = sys.stdin.read() if prompt == "-" else prompt
+    result: dict[str, Any] = {"target": name, "model": config.model, "prompt": text}
+    if compare and target.adapter is not None:
+        print("without the adapter:")
+        result["base_answer"] = speaker.answer([text], tuned=False)
+        print("with the adapter:")
+    result["answer"] = speaker.answer([text], tuned=not base)
+    return result
+
+
+class _Speaker:
+    """A model that answers, with or without its adapter."""
+
+    def __init__(self, loaded: Any, adapter: Any, system: str | None, max_tokens: int, temperature: float):
+        from longtune.model.adapters import load_adapter
+
+        self.tokenizer = loaded.tokenizer
+        self.model = loaded.model if adapter is None else load_adapter(loaded.model, adapter)
+        self.has_adapter = adapter is not None
+        self.system, self.max_tokens, self.temperature = system, max_tokens, temperature
+
+    def answer(self, turns: list[str], *, tuned: bool) -> str:
+        """The answer to a conversation (user and assistant texts in turn, the user's last); printed as it comes."""
+        from longtune.model.adapters import adapters_disabled
+        from longtune.model.generation import generate
+
+        off = self.has_adapter and not tuned
+        with adapters_disabled(self.model) if off else contextlib.nullcontext():
+            (text,) = generate(
+                self.model,
+                self.tokenizer,
+                [self._messages(turns)],
+                max_new_tokens=self.max_tokens,
+                temperature=self.temperature,
+                batch_size=1,
+                stream=_print_piece,
+            )
+        print(flush=True)
+        return text
+
+    def _messages(self, turns: list[str]) -> Any:
+        if self.tokenizer.chat_template is None:
+            return "\n".join(([self.system] if self.system else []) + turns)
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+
+
+def _print_piece(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _converse(speaker: _Speaker, *, tuned: bool) -> None:
+    print(_HELP)
+    turns: list[str] = []
+    while True:
+        try:
+            text = input("tuned> " if tuned else "base> ").strip()
+        except EOFError:
+            return
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/new":
+            turns = []
+        elif text in ("/base", "/tuned"):
+            tuned = text == "/tuned" and speaker.has_adapter
+            turns = []
+        elif text.startswith("/"):
+            print(_HELP)
+        elif text:
+            turns += [text]
+            turns += [speaker.answer(turns, tuned=tuned)]

@@ -1,0 +1,82 @@
+"""`longtune eval`: loss on held-out rows, of a run's adapter, any adapter, or a model alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, Overrides, run
+
+
+def eval_(
+    target: Annotated[str, typer.Argument(help="A run folder, an adapter's folder, or a model.")],
+    data: Annotated[str | None, typer.Option(help="Rows; the default is the run's own validation data.")] = None,
+    model: Annotated[str | None, typer.Option(help="The base model, if not the one the adapter names.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use at most so many rows; all by default.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Measure the model without its adapter, too.")] = False,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the loss of TARGET on held-out rows.
+
+    \b
+    longtune eval runs/rows --base
+    longtune eval smollm2 --data valid.jsonl
+    """
+    run(lambda: _eval(target, data, model, rows, base, set_ or []), as_json)
+
+
+def _eval(
+    name: str, data: str | None, model: str | None, rows: int | None, base: bool, overrides: list[str]
+) -> dict[str, Any]:
+    from longtune.cli.options import find_target
+    from longtune.errors import Problem, UserError
+
+    target = find_target(name, model=model, overrides=overrides)
+
+    from longtune.data.sources import resolve
+    from longtune.engine import Engine
+    from longtune.model.adapters import adapters_disabled, load_adapter
+    from longtune.model.loading import choose_device, load_model
+    from longtune.train.evaluate import Validation, choose_rows, validate
+    from longtune.train.prepare import choose_plan, data_sources, load_data, make_objective
+
+    config = target.config
+    source = data if data is not None else data_sources(config)[1] if target.is_run else None
+    if source is None:
+        raise UserError(Problem(f"eval {name}", "there is no validation data", "name it: --data valid.jsonl"))
+    resolve(source)
+    plan, _ = choose_plan(config.memory, choose_device(config.device))
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+    )
+    dataset = load_data(config, source, loaded)
+    for line in dataset.report.lines():
+        print(line)
+    tuned = loaded.model if target.adapter is None else load_adapter(loaded.model, target.adapter)
+    objective = make_objective(config)
+    trees = choose_rows(dataset.trees, rows)
+    engine = Engine(tuned, plan=plan)
+
+    def measured() -> Validation:
+        left_out = len(dataset.trees) - len(trees)
+        return validate(engine, objective, trees, batch_size=config.train.batch_size, skipped=left_out)
+
+    result: dict[str, Any] = {"target": name, "model": config.model, "adapter": target.adapter and str(target.adapter)}
+    try:
+        found = measured()
+        result |= found.as_dict()
+        if base and target.adapter is not None:
+            with adapters_disabled(tuned):
+                result["base"] = measured().as_dict()
+    finally:
+        engine.close()
+    print(f"loss {found.metrics['loss']:.4f}, perplexity {math.exp(min(found.metrics['loss'], 700)):.4g}")
+    print(
+        f"{found.rows:,} rows ({found.skipped:,} left out), {found.tokens:,} tokens, {found.trained_tokens:,} trained"
+    )
+    if "base" in result:
+        print(f"without the adapter: loss {result['base']['loss']:.4f}")
+    return result

@@ -1,0 +1,135 @@
+"""`longtune init`: writes a commented config for the user's own data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, run
+
+_LOOKED_AT = 200
+"""Records whose columns are looked at."""
+
+_SHOWN = {
+    "": ("model", "data", "valid", "method", "output", "columns", "train_on"),
+    "lora": ("rank", "alpha", "targets", "dropout"),
+    "train": (
+        "steps",
+        "learning_rate",
+        "schedule",
+        "warmup_ratio",
+        "batch_size",
+        "accumulate",
+        "max_tokens",
+        "overlong",
+        "seed",
+        "clip_norm",
+        "eval_every",
+        "save_every",
+    ),
+    "memory": (),
+}
+"""Keys that are written, by section; the rest keep their defaults."""
+
+
+def init(
+    data: Annotated[str, typer.Argument(help="A file, a folder or a hub name.")],
+    file: Annotated[Path, typer.Option(help="Where to write the config.")] = Path("longtune.yaml"),
+    model: Annotated[str, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = "smollm2",
+    columns: Annotated[str, typer.Option("--map", help="Rename columns: theirs=ours,theirs=ours.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look at DATA and write a config for it, every key explained."""
+    run(lambda: _init(data, file, model, columns, force), as_json)
+
+
+def _init(data: str, file: Path, model: str, columns: str, force: bool) -> dict[str, Any]:
+    from longtune.config import RunConfig
+    from longtune.data.formats import parse_columns
+    from longtune.data.sources import split_sources
+    from longtune.errors import Problem, UserError
+
+    if file.exists() and not force:
+        raise UserError(Problem(str(file), "exists already", "choose another with --file, or add --force"))
+    renames = parse_columns(columns)
+    method, formats = _detect(data, renames)
+    _, valid = split_sources(data)
+    steps = 200
+    config = RunConfig.model_validate(
+        {"model": model, "data": data, "method": method, "columns": renames, "train": {"steps": steps}}
+    ).resolved()
+    file.write_text(commented(config, formats, valid), encoding="utf-8")
+    print(f"{data}: {', '.join(formats)}; " + ("validation data found" if valid else "no validation data found"))
+    print(f"wrote {file}; next: longtune train {file}")
+    return {"file": str(file), "method": method, "formats": formats, "valid": valid, "config": config.to_dict()}
+
+
+def _detect(data: str, renames: dict[str, str]) -> tuple[str, list[str]]:
+    """The method that fits the data, and the formats found in its first records."""
+    from itertools import islice
+
+    from longtune.data.formats import detect, rename
+    from longtune.data.problems import Problems, RowError
+    from longtune.data.readers import read
+    from longtune.data.sources import resolve
+    from longtune.errors import Problem, UserError
+
+    found: dict[str, list[str]] = {}
+    problems = {"sft": Problems(), "dpo": Problems()}
+    for source in resolve(data):
+        for place, record in islice(read(source), _LOOKED_AT):
+            if isinstance(record, RowError):
+                for gathered in problems.values():
+                    gathered.add(place, record)
+                continue
+            for method, gathered in problems.items():
+                try:
+                    name = detect(rename(record, renames), method)
+                except RowError as error:
+                    gathered.add(place, error)
+                    continue
+                if name not in found.setdefault(method, []):
+                    found[method].append(name)
+    if not found:
+        if not problems["sft"]:
+            raise UserError(Problem(data, "holds no rows"))
+        problems["sft"].raise_if_any()
+    method = next(iter(found))
+    return method, found[method]
+
+
+def commented(config: Any, formats: list[str], valid: Any) -> str:
+    """The config as YAML with each key's description beside it."""
+    import yaml
+
+    from longtune.config import describe_keys
+
+    about = describe_keys()
+    values = config.to_dict()
+    lines = [
+        f"# Data: {', '.join(formats)}. Other keys and their defaults: the config.yaml of any run's folder.",
+        "# Train with: longtune train FILE; change a key for one run with --set key=value.",
+    ]
+    for section, keys in _SHOWN.items():
+        inner = values if not section else values[section]
+        if not isinstance(inner, dict):
+            lines += _commented_line(section, inner, about[section], "", yaml)
+            continue
+        if section:
+            lines += ["", f"{section}:  # {about[section].rstrip('.')}"]
+        for key in keys:
+            value = inner[key]
+            note = about[f"{section}.{key}" if section else key]
+            if key == "valid" and valid:
+                note = f"null takes {valid}"
+            lines += _commented_line(key, value, note, "  " if section else "", yaml)
+    return "\n".join(lines) + "\n"
+
+
+def _commented_line(key: str, value: Any, note: str, indent: str, yaml: Any) -> list[str]:
+    text = yaml.safe_dump({key: value}, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    line = f"{indent}{text.strip()[1:-1]}"
+    return [f"{line:<34}  # {note.rstrip('.')}"]

@@ -1,0 +1,74 @@
+"""Reading what the command line names: options as overrides, and the model behind a TARGET."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtune.config import RunConfig, load_config, quoted
+from longtune.errors import Problem, UserError
+
+
+def as_overrides(named: Mapping[str, str | None]) -> list[str]:
+    """`key=value` overrides of the options that were given."""
+    return [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model to look at.
+
+    Attributes:
+        config: the run's config, or one of defaults.
+        adapter: the adapter's folder; None for a model alone.
+        is_run: the target is a run folder.
+    """
+
+    config: RunConfig
+    adapter: Path | None
+    is_run: bool
+
+
+def find_target(name: str, *, model: str | None = None, overrides: list[str] | None = None) -> Target:
+    """What TARGET is: a run folder, an adapter's folder, or else a model.
+
+    Args:
+        model: the base model, where the adapter's own note of it doesn't hold here.
+        overrides: `key=value` on top of the run's config.
+
+    Raises:
+        UserError: a run folder without any adapter, or a config problem.
+    """
+    folder = Path(name)
+    extra = [*as_overrides({"model": model}), *(overrides or [])]
+    if (folder / "config.yaml").is_file():
+        return Target(load_config(folder, extra), _run_adapter(folder), True)
+    if (folder / "adapter_config.json").is_file():
+        base = [] if model else as_overrides({"model": _base_of(folder)})
+        return Target(load_config(None, ["data=none", *base, *extra]), folder, False)
+    base = as_overrides({"model": name})
+    return Target(load_config(None, ["data=none", *base, *extra]), None, False)
+
+
+def _run_adapter(run: Path) -> Path:
+    if (run / "adapter" / "adapter_config.json").is_file():
+        return run / "adapter"
+    from longtune.train.checkpoint import newest
+
+    found, _ = newest(run)
+    if found is None:
+        raise UserError(Problem(str(run), "this run has no adapter yet", "finish it: longtune train --resume"))
+    return found.folder
+
+
+def _base_of(adapter: Path) -> str:
+    import json
+
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError):
+        base = None
+    if not base:
+        raise UserError(Problem(str(adapter), "doesn't say which model it was made for", "name it: --model MODEL"))
+    return base

@@ -1,0 +1,65 @@
+"""What every verb shares: errors without a traceback, exit codes, and `--json`.
+
+Exit codes: 0 done, 1 the run failed, 2 the user must change something, 3 it does not fit the memory; 128 + n when
+signal n stopped a run after it was saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from longtune.errors import UserError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the config; repeatable.")
+]
+
+
+class Failed(Exception):
+    """A verb's own end with a message and exit code 1."""
+
+
+def run(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    """Runs a verb and leaves with its exit code.
+
+    Args:
+        work: does the verb's work and printing; returns the object for `--json`. Its `exit_code`, if any, is
+            the command's.
+        as_json: everything that `work` prints goes to stderr, and the object is the only line on stdout.
+    """
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result, code = _guarded(work)
+    if as_json:
+        sys.stdout.write(json.dumps({"exit_code": code, **result}, ensure_ascii=False, default=str) + "\n")
+        sys.stdout.flush()
+    if code:
+        raise typer.Exit(code)
+
+
+def _guarded(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    try:
+        result = work()
+        return result, result.pop("exit_code", 0)
+    except UserError as error:
+        for problem in error.problems:
+            fix = f"\n  fix: {problem.fix}" if problem.fix else ""
+            print(f"error: {problem.place}: {problem.reason}{fix}", file=sys.stderr)
+        problems = [{"place": p.place, "reason": p.reason, "fix": p.fix} for p in error.problems]
+        return {"error": str(error), "problems": problems}, error.exit_code
+    except Failed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return {"error": str(error)}, 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return {"error": "interrupted"}, 130
+    except Exception as error:  # noqa: BLE001 - the last frame: every failure needs its exit code and, asked for, its JSON
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}, 1

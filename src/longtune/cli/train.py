@@ -1,0 +1,69 @@
+"""`longtune train`: trains an adapter by a config, or resumes a run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, Failed, Overrides, run
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A config file, or a run folder.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file, a folder or a hub name.")] = None,
+    output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train an adapter by CONFIG, or by options alone.
+
+    \b
+    longtune train longtune.yaml
+    longtune train --data rows.jsonl --set train.steps=60
+    longtune train runs/rows --resume
+
+    Ctrl-C saves a checkpoint after the step in work.
+    """
+    named = {"model": model, "data": data, "output": output}
+    run(lambda: _train(config, named, set_ or [], resume), as_json)
+
+
+def _train(path: Path | None, named: dict[str, str | None], overrides: list[str], resume: bool) -> dict[str, Any]:
+    from longtune.cli.options import as_overrides
+    from longtune.config import load_config
+    from longtune.errors import Problem, UserError
+
+    if path is None and named["data"] is None and not any(item.startswith("data=") for item in overrides):
+        raise UserError(Problem("train", "neither a config nor data is named", "longtune train --data rows.jsonl"))
+    config = load_config(path, [*as_overrides(named), *overrides])
+
+    from rich.console import Console
+
+    from longtune.train import RunFailed
+    from longtune.train import train as train_run
+    from longtune.watch import ProgressLine
+
+    # Made here, after --json has turned stdout into stderr.
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(f"loading {config.model} and {config.data}", soft_wrap=True, markup=False)
+    try:
+        with ProgressLine(console) as progress:
+            done = train_run(config, progress, resume=resume)
+    except RunFailed as error:
+        raise Failed(str(error)) from error
+    if done.adapter is not None:
+        console.print(f"talk to it: longtune chat {done.folder}", soft_wrap=True, markup=False)
+    signals = {number.name: 128 + number for number in signal.Signals}
+    return {
+        **done.metrics,
+        "folder": str(done.folder),
+        "adapter": done.adapter and str(done.adapter),
+        "reason": done.reason,
+        "exit_code": signals.get(done.reason or "", 0),
+    }

@@ -1,0 +1,110 @@
+"""The run folder: what lies where, who may write there, and what a resumed run is compared with."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longtune.config import RunConfig, load_config
+from longtune.errors import Problem, UserError
+from longtune.train import files
+
+_MARKS = ("config.yaml", "metrics.jsonl", "checkpoints", "adapter")
+
+FREE_ON_RESUME = (
+    "output",
+    "train.stop_after",
+    "train.save_every",
+    "train.eval_every",
+    "train.eval_rows",
+    "train.keep",
+    "train.on_nonfinite",
+)
+"""Keys that a resumed run may change: none of them changes a loss or the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.json"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    def holds_run(self) -> bool:
+        return any((self.path / name).exists() for name in _MARKS)
+
+    def check_new(self) -> None:
+        """Raises UserError where a new run can't go."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(Problem(str(self.path), "is a file, and a run needs a folder", "choose another output"))
+        if self.holds_run():
+            fix = "go on with it: --resume; or choose another output"
+            raise UserError(Problem(str(self.path), "this folder already holds a run", fix))
+
+    def check_resumable(self, config: RunConfig) -> None:
+        """Raises UserError where there is nothing to resume, or another run than `config` describes."""
+        if not self.path.is_dir():
+            raise UserError(Problem(str(self.path), "there is no run to resume", "start it without --resume"))
+        if self.metrics.exists() and files.read_json(self.metrics).get("status") == "done":
+            fix = "to train further, start a new run with init_adapter"
+            raise UserError(Problem(str(self.path), "this run is done", fix))
+        if not self.config.exists():
+            return
+        before, now = _flat(load_config(self.config).anchored().to_dict()), _flat(config.anchored().to_dict())
+        problems = [
+            Problem(f"{self.config}: {key}", f"the run was started with {before.get(key)!r}, not {now.get(key)!r}")
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not key.startswith(FREE_ON_RESUME)
+        ]
+        if problems:
+            *others, last = problems
+            fix = "resume with the run's own config, or start a new run with init_adapter"
+            raise UserError([*others, Problem(last.place, last.reason, fix)])
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps a second writer out while the block runs; the system lifts the lock of a killed process."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(Problem(str(self.path), "another process is writing this run", "wait for it")) from None
+            yield
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,180 @@
+"""The loop of optimiser steps: batches in, events and checkpoints out.
+
+A step draws all its micro-batches, counts their totals, and only then runs the first backward, so the loss is the
+one of the whole step however it is cut. The loop knows no model family and no method; the engine and the objective
+do. Folders and their files belong to `run`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longtune.config import TrainConfig
+from longtune.data import Batcher
+from longtune.engine import Engine
+from longtune.objective.base import Objective
+from longtune.train import measure, optimiser, schedule
+from longtune.train.evaluate import Validation, add_up
+from longtune.train.events import EventLog
+from longtune.train.stop import Stopper
+from longtune.tree import Forest
+
+
+class RunFailed(Exception):
+    """The run can't go on; the message says at which step, why, and what can be done."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run has done so far; saved with every checkpoint."""
+
+    step: int = 0
+    micro_batches: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
+    validated: int = 0
+    skipped_steps: list[int] = field(default_factory=list)
+    trajectory: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Loop:
+    """One run's steps.
+
+    Attributes:
+        train: the settings.
+        steps: optimiser steps in all.
+        micro_batches: micro-batches in all; the last step takes what is left.
+        validate: measures on the held-out rows; None without them.
+        save: writes a checkpoint of the loop's progress and returns its folder.
+        last_checkpoint, saved_step: the newest checkpoint, None and 0 before the first.
+    """
+
+    train: TrainConfig
+    engine: Engine
+    objective: Objective
+    optimiser: torch.optim.Optimizer
+    batches: Batcher
+    steps: int
+    micro_batches: int
+    device: torch.device
+    events: EventLog
+    stopper: Stopper
+    validate: Callable[[], Validation] | None
+    save: Callable[[Progress], Path]
+    progress: Progress = field(default_factory=Progress)
+    last_checkpoint: Path | None = None
+    saved_step: int = 0
+
+    def run(self) -> str | None:
+        """Takes the steps that are left. Returns None when all are done, else why it stopped (and saved) early.
+
+        Raises:
+            RunFailed: a loss or norm that is not finite, with `on_nonfinite: stop`.
+        """
+        train, progress = self.train, self.progress
+        warmup = schedule.warmup_length(self.steps, train.warmup_ratio, train.warmup_steps)
+        batches = iter(self.batches)
+        while progress.step < self.steps:
+            if reason := self.stopper.reason:
+                if progress.step != self.saved_step:
+                    self._checkpoint()
+                return reason
+            start = time.perf_counter()
+            step = progress.step + 1
+            rate = schedule.factor(train.schedule, step, self.steps, warmup)
+            optimiser.set_rates(self.optimiser, rate)
+            self._step(step, self._draw(batches), start)
+            progress.seconds += time.perf_counter() - start
+            if train.eval_every and (step % train.eval_every == 0 or step == self.steps):
+                self._validate()
+            if train.save_every and step % train.save_every == 0:
+                self._checkpoint()
+        return None
+
+    def _draw(self, batches: Iterator[list[Any]]) -> list[Forest]:
+        count = min(self.train.accumulate, self.micro_batches - self.progress.micro_batches)
+        return [Forest(next(batches)) for _ in range(count)]
+
+    def _step(self, step: int, forests: list[Forest], start: float) -> None:
+        progress = self.progress
+        totals = add_up([self.objective.totals(forest) for forest in forests])
+        parts: list[dict[str, float]] = []
+        suspects = forests
+        for index, forest in enumerate(forests):
+            parts.append(self.engine.accumulate(forest, self.objective, totals, key=(step, index)))
+            if not math.isfinite(parts[-1]["loss"]):
+                suspects = [forest]
+                break
+        metrics = self.objective.metrics(add_up(parts), totals)
+        norm = optimiser.clip(self.optimiser, self.train.clip_norm)
+        progress.step = step
+        progress.micro_batches += len(forests)
+        if math.isfinite(metrics["loss"]) and math.isfinite(norm):
+            self.optimiser.step()
+        else:
+            self._not_finite(step, metrics["loss"], norm, suspects)
+        self.optimiser.zero_grad(set_to_none=True)
+        tokens = sum(forest.size for forest in forests)
+        trained_tokens = sum(len(forest.targets) for forest in forests)
+        progress.tokens += tokens
+        progress.trained_tokens += trained_tokens
+        progress.loss = metrics["loss"]
+        seconds = time.perf_counter() - start
+        self.events.emit(
+            "train",
+            step=step,
+            **metrics,
+            grad_norm=norm,
+            learning_rate=self.optimiser.param_groups[0]["lr"],
+            tokens=tokens,
+            trained_tokens=trained_tokens,
+            tokens_per_second=tokens / seconds,
+            seconds=seconds,
+            peak_bytes=measure.peak_bytes(self.device),
+            active_bytes=measure.active_bytes(self.device),
+        )
+
+    def _not_finite(self, step: int, loss: float, norm: float, forests: list[Forest]) -> None:
+        rows = [tree.row for forest in forests for tree in forest.trees]
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        if self.train.on_nonfinite == "skip":
+            self.progress.skipped_steps.append(step)
+            self.events.emit("warning", step=step, reason=f"{what}: no update was made", rows=rows)
+            return
+        saved = f"the last good checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "none was saved yet"
+        shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        raise RunFailed(f"step {step}: {what} (rows {shown}); {saved}. Lower learning_rate, or look at these rows.")
+
+    def _validate(self) -> None:
+        if self.validate is None:
+            return
+        progress = self.progress
+        found = self.validate().as_dict()
+        progress.validated = progress.step
+        progress.trajectory.append({"step": progress.step, **found})
+        if math.isfinite(found["loss"]) and (progress.best_loss is None or found["loss"] < progress.best_loss):
+            progress.best_step, progress.best_loss = progress.step, found["loss"]
+        self.events.emit("validation", step=progress.step, **found)
+
+    def _checkpoint(self) -> None:
+        start = time.perf_counter()
+        self.last_checkpoint = self.save(self.progress)
+        self.saved_step = self.progress.step
+        seconds = round(time.perf_counter() - start, 3)
+        self.events.emit("checkpoint", step=self.progress.step, path=str(self.last_checkpoint), seconds=seconds)
+        self.events.sync()

@@ -1,0 +1,195 @@
+"""Everything that a run needs, loaded and checked before its folder is made: bad input leaves nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from longtune import objective as objectives
+from longtune.config import MemoryPlan, RunConfig
+from longtune.data import Dataset, load_dataset, split_sources
+from longtune.data.sources import resolve
+from longtune.engine import Engine, Plan
+from longtune.errors import Problem, UserError
+from longtune.model.adapters import add_lora, init_adapter, load_adapter
+from longtune.model.loading import Loaded, choose_device, load_model
+from longtune.objective.base import Objective
+
+AUTO_CHUNK = 8192
+"""Tokens of a chunk where memory is `auto`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's parts.
+
+    Attributes:
+        loaded: base model and tokenizer.
+        model: the base with its trainable adapter.
+        train, valid: the data; valid is None without validation data.
+        engine: walks the model by its plan.
+        plan_reason: why it is that plan.
+        warnings: what the user should know before the first step.
+    """
+
+    loaded: Loaded
+    model: PeftModel
+    train: Dataset
+    valid: Dataset | None
+    objective: Objective
+    engine: Engine
+    plan_reason: str
+    warnings: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
+    """Loads model, adapter and data, and tries the engine on them.
+
+    Args:
+        checkpoint: take the adapter from this folder instead of making a fresh one.
+
+    Raises:
+        UserError: with the problems of plan, model, data and adapter together, as far as they can be told apart.
+    """
+    problems: list[Problem] = []
+    plan, plan_reason, train_source, valid_source = Plan(), "", None, None
+    with _collect(problems):
+        plan, plan_reason = choose_plan(config.memory, choose_device(config.device))
+    with _collect(problems):
+        train_source, valid_source = data_sources(config)
+    if problems:
+        raise UserError(problems)
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+    )
+    train = valid = model = None
+    with _collect(problems):
+        train = load_data(config, train_source, loaded)
+    with _collect(problems):
+        valid = load_data(config, valid_source, loaded) if valid_source is not None else None
+    with _collect(problems):
+        model = _add_adapter(config, loaded, checkpoint)
+    if train is None or model is None or problems:
+        raise UserError(problems)
+    engine = Engine(model, plan=plan, seed=config.train.seed)
+    try:
+        _check_rows(engine, config, [train, valid] if valid else [train])
+    except UserError:
+        engine.close()
+        raise
+    warnings = tuple(_warn_of_long_rows(loaded, train.report.longest))
+    return Prepared(loaded, model, train, valid, make_objective(config), engine, plan_reason, warnings)
+
+
+def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, str]:
+    """The plan that `memory` names, with the reason."""
+    if isinstance(memory, MemoryPlan):
+        return Plan(**memory.model_dump()), "set in the config"
+    store = "device" if device.type == "cpu" else "host"
+    plan = Plan(chunk_tokens=AUTO_CHUNK, layers_per_segment=1, boundary_store=store, head_chunk=1024, keep="nothing")
+    return plan, "auto: one plan for every model that keeps memory low; nothing is predicted yet"
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """The objective of the run's method, with its settings."""
+    settings = {"sft": {"normalisation": config.train.loss_normalisation}}
+    return objectives.get(config.method, **settings.get(config.method, {}))
+
+
+def data_sources(config: RunConfig) -> tuple[Any, Any]:
+    """Training and validation sources as `load_dataset` takes them, found to exist.
+
+    A folder brings its own validation file; `valid` wins over it.
+    """
+    named = config.data if isinstance(config.data, str) else [source.model_dump() for source in config.data]
+    train, found = split_sources(named)
+    valid = config.valid or found
+    problems: list[Problem] = []
+    for source in (train, valid):
+        with _collect(problems):
+            if source is not None:
+                resolve(source)
+    if problems:
+        raise UserError(problems)
+    return train, valid
+
+
+def load_data(config: RunConfig, source: Any, loaded: Loaded) -> Dataset:
+    """A source as token trees, by the run's settings."""
+    return load_dataset(
+        source,
+        loaded.tokenizer,
+        method=config.method,
+        train_on=config.train_on,
+        max_tokens=config.train.max_tokens,
+        overlong=config.train.overlong,
+        template_kwargs=config.chat_template_kwargs,
+        columns=config.columns,
+        prompt_sharing=config.prompt_sharing,
+        bad_rows=config.bad_rows,
+    )
+
+
+def _add_adapter(config: RunConfig, loaded: Loaded, checkpoint: Path | None) -> PeftModel:
+    if checkpoint is not None:
+        return load_adapter(loaded.model, checkpoint, trainable=True)
+    lora = config.lora
+    model = add_lora(
+        loaded.model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        layers=lora.layers if isinstance(lora.layers, str) else list(lora.layers),
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+        seed=config.train.seed,
+        rank_policy=lora.rank_policy,
+    )
+    if config.init_adapter is not None:
+        init_adapter(model, config.init_adapter)
+    return model
+
+
+def _check_rows(engine: Engine, config: RunConfig, data: Sequence[Dataset]) -> None:
+    """Refuses rows that the model can't be walked over, which would otherwise come up in the middle of the run."""
+    if engine.unchunkable is None:
+        return
+    longest, limit = max(dataset.report.longest for dataset in data), engine.plan.chunk_tokens
+    problems = []
+    if config.train.batch_size > 1 or config.train.tokens_per_batch is not None:
+        problems.append(Problem("train.batch_size", f"{engine.unchunkable}: rows can't be packed", "use batch_size 1"))
+    if limit is not None and longest > limit:
+        why = f"{engine.unchunkable}: a row must be one chunk, and the longest has {longest} tokens, not {limit}"
+        problems.append(Problem("memory", why, f"set memory.chunk_tokens to {longest}, or null"))
+    if any(len(tree.nodes) > 1 for dataset in data for tree in dataset.trees):
+        problems.append(Problem("method", f"{engine.unchunkable}: answers can't share a prompt", "use sft"))
+    if problems:
+        raise UserError(problems)
+
+
+def _warn_of_long_rows(loaded: Loaded, longest: int) -> Iterator[str]:
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    if limit and longest > limit:
+        yield (
+            f"the longest row has {longest} tokens and the model was made for {limit}: positions past that "
+            "are untrained unless its RoPE scaling covers them"
+        )
+
+
+@contextmanager
+def _collect(problems: list[Problem]) -> Iterator[None]:
+    """Gathers a part's problems, so that the other parts are looked at too."""
+    try:
+        yield
+    except UserError as error:
+        problems.extend(error.problems)

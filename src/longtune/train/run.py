@@ -1,0 +1,295 @@
+"""A run from its config to its adapter: everything checked first, then the folder, then the steps."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longtune.config import RunConfig, check_config
+from longtune.data import Batcher
+from longtune.errors import DoesNotFit, Problem, UserError
+from longtune.model.adapters import parameter_groups, save_adapter
+from longtune.train import checkpoint as checkpoints
+from longtune.train import environment, files, measure, optimiser
+from longtune.train.evaluate import choose_rows, validate
+from longtune.train.events import EventLog, OnEvent
+from longtune.train.folder import RunFolder
+from longtune.train.loop import Loop, Progress
+from longtune.train.prepare import Prepared, prepare
+from longtune.train.stop import Stopper
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What `train` left behind.
+
+    Attributes:
+        folder: the run's folder.
+        adapter: the final adapter; None if the run stopped early.
+        reason: why it stopped early (SIGINT, SIGTERM, cancelled, stop_after); None when all steps are done.
+        step, steps: steps taken, and steps of the whole run.
+        metrics: the values of metrics.json.
+    """
+
+    folder: Path
+    adapter: Path | None
+    reason: str | None
+    step: int
+    steps: int
+    metrics: dict[str, Any]
+
+
+def train(
+    config: RunConfig,
+    on_event: OnEvent | None = None,
+    *,
+    resume: bool = False,
+    cancel: threading.Event | None = None,
+) -> Run:
+    """Trains an adapter.
+
+    Args:
+        config: the run.
+        on_event: called with every event of the run, as it is written to metrics.jsonl.
+        resume: go on from the newest whole checkpoint in the run's folder, bit for bit.
+        cancel: when set (from any thread), the run saves a checkpoint after the step in work and returns.
+
+    Raises:
+        UserError: the config, data, model or folder must be changed; nothing was written.
+        DoesNotFit: the device ran out of memory.
+        RunFailed: the run can't go on (a loss that is not finite).
+    """
+    config = check_config(config)
+    folder = RunFolder(Path(config.output))
+    found: checkpoints.Checkpoint | None = None
+    damaged: list[str] = []
+    if resume:
+        folder.check_resumable(config)
+        found, damaged = checkpoints.newest(folder.path)
+    else:
+        folder.check_new()
+    prepared = prepare(config, found.folder if found else None)
+    data = {"train": prepared.train.fingerprint, "valid": prepared.valid.fingerprint if prepared.valid else None}
+    if resume and folder.environment.exists():
+        _check_data(folder, data)
+    with folder.lock(), Stopper(cancel, config.train.stop_after) as stopper:
+        if not resume:
+            folder.check_new()
+        events = EventLog(folder.events, [on_event] if on_event else [])
+        try:
+            if events.is_new:
+                _write_start(folder, config, prepared, data)
+            return _Session(config, folder, prepared, events, stopper, found).run(damaged)
+        finally:
+            events.close()
+
+
+class _Session:
+    """The part of a run that happens inside its locked folder."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        prepared: Prepared,
+        events: EventLog,
+        stopper: Stopper,
+        found: checkpoints.Checkpoint | None,
+    ):
+        self.config, self.folder, self.prepared, self.events = config, folder, prepared, events
+        settings = config.train
+        assert settings.learning_rate is not None, "the config is resolved"
+        self.engine = prepared.engine
+        groups = parameter_groups(
+            prepared.model,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            lora_plus_ratio=config.lora.lora_plus_ratio,
+        )
+        self.optimiser = optimiser.build(groups, settings)
+        self.batches = Batcher(
+            prepared.train,
+            batch_size=settings.batch_size,
+            tokens_per_batch=settings.tokens_per_batch,
+            seed=settings.seed,
+        )
+        steps, micro_batches = _length(config, self.batches)
+        self.valid = choose_rows(prepared.valid.trees, settings.eval_rows) if prepared.valid else []
+        self.loop = Loop(
+            train=settings,
+            engine=self.engine,
+            objective=prepared.objective,
+            optimiser=self.optimiser,
+            batches=self.batches,
+            steps=steps,
+            micro_batches=micro_batches,
+            device=prepared.device,
+            events=events,
+            stopper=stopper,
+            validate=self._validate if prepared.valid else None,
+            save=self._save,
+        )
+        if found is not None:
+            checkpoints.restore(found, prepared.model, self.optimiser)
+            self.batches.load_state(found.state["batches"])
+            self.loop.progress = Progress(**found.state["progress"])
+            self.loop.last_checkpoint, self.loop.saved_step = found.folder, found.step
+
+    def run(self, damaged: list[str]) -> Run:
+        loop, progress = self.loop, self.loop.progress
+        measure.reset_peak(self.prepared.device)
+        try:
+            self._announce(damaged)
+            reason = loop.run()
+            metrics = self._metrics("stopped" if reason else "done")
+            if reason:
+                files.write_json(self.folder.metrics, metrics)
+                self.events.emit("stopped", step=progress.step, reason=reason, checkpoint=str(loop.last_checkpoint))
+                return Run(self.folder.path, None, reason, progress.step, loop.steps, metrics)
+            save_adapter(self.prepared.model, self.folder.adapter)
+            self._write_measured(metrics)
+            files.write_json(self.folder.metrics, metrics)
+            self.events.emit("done", step=progress.step, adapter=str(self.folder.adapter), **_summary(metrics))
+            return Run(self.folder.path, self.folder.adapter, None, progress.step, loop.steps, metrics)
+        except torch.OutOfMemoryError as error:
+            self._failed(error)
+            fix = "use a smaller memory.chunk_tokens, or boundary_store: host; then --resume"
+            raise DoesNotFit(Problem(f"step {progress.step + 1}", "the device ran out of memory", fix)) from error
+        except Exception as error:
+            self._failed(error)
+            raise
+        finally:
+            self.engine.close()
+
+    def _validate(self) -> Any:
+        assert self.prepared.valid is not None
+        return validate(
+            self.engine,
+            self.prepared.objective,
+            self.valid,
+            batch_size=self.config.train.batch_size,
+            skipped=len(self.prepared.valid) - len(self.valid),
+        )
+
+    def _save(self, progress: Progress) -> Path:
+        state = {"progress": progress.as_dict(), "batches": self.batches.state()}
+        saved = checkpoints.save(self.folder.path, progress.step, self.prepared.model, self.optimiser, state)
+        losses = {entry["step"]: entry["loss"] for entry in progress.trajectory}
+        checkpoints.prune(self.folder.path, self.config.train.keep, losses)
+        return saved
+
+    def _failed(self, error: BaseException) -> None:
+        last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
+        reason = str(error) or type(error).__name__
+        self.events.emit("failed", step=self.loop.progress.step, reason=reason, checkpoint=last)
+
+    def _announce(self, damaged: list[str]) -> None:
+        step = self.loop.progress.step
+        if self.events.is_new:
+            self._describe()
+        else:
+            last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
+            self.events.emit("resumed", step=step, steps=self.loop.steps, checkpoint=last)
+        for reason in [*(f"damaged checkpoint passed over: {line}" for line in damaged), *self.prepared.warnings]:
+            self.events.emit("warning", step=step, reason=reason)
+
+    def _describe(self) -> None:
+        prepared, config = self.prepared, self.config
+        report = prepared.train.report
+        self.events.emit(
+            "meta",
+            run=self.folder.path.name,
+            folder=str(self.folder.path.absolute()),
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            method=config.method,
+            model=config.model,
+            steps=self.loop.steps,
+            micro_batches=self.loop.micro_batches,
+            rows=len(prepared.train),
+            tokens=report.tokens,
+            trained_tokens=report.trained,
+            valid_rows=len(self.valid),
+            trainable_parameters=sum(p.numel() for p in prepared.model.parameters() if p.requires_grad),
+            data=report.lines(),
+            device=str(prepared.device),
+            dtype=prepared.loaded.dtype_reason,
+            config_digest=config.digest,
+            plan=prepared.engine.plan.as_dict(),
+            plan_reason=prepared.plan_reason,
+        )
+
+    def _metrics(self, status: str) -> dict[str, Any]:
+        progress, loop = self.loop.progress, self.loop
+        return {
+            "status": status,
+            "step": progress.step,
+            "steps": loop.steps,
+            "loss": progress.loss,
+            "best": {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step else None,
+            "validation": progress.trajectory[-1] if progress.trajectory else None,
+            "trajectory": progress.trajectory,
+            "skipped_steps": progress.skipped_steps,
+            "tokens": progress.tokens,
+            "trained_tokens": progress.trained_tokens,
+            "seconds": progress.seconds,
+            "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+            "peak_bytes": measure.peak_bytes(self.prepared.device),
+        }
+
+    def _write_measured(self, metrics: dict[str, Any]) -> None:
+        plan = files.read_json(self.folder.plan)
+        plan["measured"] = {
+            "peak_bytes": metrics["peak_bytes"],
+            "seconds": metrics["seconds"],
+            "seconds_per_step": metrics["seconds"] / metrics["step"] if metrics["step"] else None,
+            "tokens_per_second": metrics["tokens_per_second"],
+        }
+        files.write_json(self.folder.plan, plan)
+
+
+def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
+    """Optimiser steps and micro-batches of the whole run."""
+    train = config.train
+    if train.steps is not None:
+        return train.steps, train.steps * train.accumulate
+    whole, part = divmod(train.epochs or 1.0, 1.0)
+    # Packed by tokens, epochs differ in their number of batches.
+    micro_batches = sum(len(batches.plan(epoch)) for epoch in range(int(whole)))
+    if part:
+        micro_batches += math.ceil(part * len(batches.plan(int(whole))))
+    return math.ceil(micro_batches / train.accumulate), micro_batches
+
+
+def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, data: dict[str, str | None]) -> None:
+    files.write_text(folder.config, config.anchored().to_yaml())
+    described = environment.describe(prepared.device)
+    described |= {"seed": config.train.seed, "data": data, "trust_remote_code": config.trust_remote_code}
+    files.write_json(folder.environment, described)
+    plan = {
+        "memory": config.to_dict()["memory"],
+        "reason": prepared.plan_reason,
+        "plan": prepared.engine.plan.as_dict(),
+    }
+    files.write_json(folder.plan, plan | {"predicted": None, "measured": None})
+
+
+def _check_data(folder: RunFolder, data: dict[str, str | None]) -> None:
+    before = files.read_json(folder.environment)["data"]
+    problems = [
+        Problem(f"{name} data", "is not what this run was started with", "put the old data back, or start a new run")
+        for name in data
+        if before.get(name) != data[name]
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _summary(metrics: dict[str, Any]) -> dict[str, Any]:
+    names = ("loss", "best", "validation", "seconds", "tokens", "tokens_per_second", "peak_bytes")
+    return {name: metrics[name] for name in names}

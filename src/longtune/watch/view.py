@@ -1,0 +1,113 @@
+"""What a run's events say, in words: a pure function of the events, for every renderer.
+
+A `View` is fed events in the order of metrics.jsonl. It knows no terminal and no files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+RECENT = 20
+"""Steps whose times the remaining time is judged by."""
+
+
+@dataclass(slots=True)
+class View:
+    """State of a run, as far as its events tell."""
+
+    steps: int = 0
+    step: int = 0
+    train: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def update(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "meta":
+            self.steps = event["steps"]
+        elif kind == "resumed":
+            self.steps, self.step = event["steps"], event["step"]
+        elif kind == "train":
+            self.step, self.train = event["step"], event
+            self.seconds.append(event["seconds"])
+        elif kind == "validation":
+            self.validation = event
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds to the last step, judged by recent steps; None before the first."""
+        if not self.seconds:
+            return None
+        return (self.steps - self.step) * sum(self.seconds) / len(self.seconds)
+
+    def progress_line(self) -> str:
+        """One line: step, loss, learning rate, gradient norm, speed, remaining time; about 70 characters."""
+        if not self.train:
+            return f"step {self.step}/{self.steps}"
+        train = self.train
+        return (
+            f"step {self.step}/{self.steps}  loss {number(train['loss'])}  lr {train['learning_rate']:.1e}  "
+            f"norm {number(train['grad_norm'], 3)}  {train['tokens_per_second']:,.0f} tok/s  "
+            f"ETA {duration(self.remaining)}"
+        )
+
+
+def event_lines(event: dict[str, Any]) -> list[str]:
+    """What a reader should see of an event besides the progress line."""
+    kind = event["event"]
+    if kind == "meta":
+        return [
+            f"{event['method']} on {event['model']}, {event['device']}, {event['dtype']}",
+            *event["data"],
+            (
+                f"{event['steps']} steps, {event['rows']:,} rows, {event['tokens']:,} tokens "
+                f"({event['trained_tokens']:,} trained), {event['valid_rows']:,} rows of validation"
+            ),
+            f"{event['trainable_parameters']:,} trainable parameters; run folder {event['folder']}",
+        ]
+    if kind == "resumed":
+        return [f"resumed from {event['checkpoint']}" if event["checkpoint"] else "no checkpoint yet: starting again"]
+    if kind == "validation":
+        return [
+            (
+                f"step {event['step']}  validation loss {number(event['loss'])} "
+                f"({event['rows']:,} rows, {event['trained_tokens']:,} trained tokens, {duration(event['seconds'])})"
+            )
+        ]
+    if kind == "checkpoint":
+        return [f"step {event['step']}  saved {event['path']}"]
+    if kind == "warning":
+        rows = event.get("rows")
+        return [f"warning: {event['reason']}" + (f" (rows {', '.join(rows[:4])})" if rows else "")]
+    if kind == "done":
+        speed = f", {event['tokens_per_second']:,.0f} tok/s" if event["tokens_per_second"] else ""
+        return [
+            f"done: {event['step']} steps in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
+            f"adapter: {event['adapter']}",
+        ]
+    if kind == "stopped":
+        return [f"stopped after step {event['step']} ({event['reason']}); go on with --resume"]
+    if kind == "failed":
+        return [f"failed at step {event['step']}: {event['reason']}"]
+    return []
+
+
+def number(value: float | None, digits: int = 5) -> str:
+    """A metric in few characters; a value that was not finite is `nan`."""
+    return "nan" if value is None else f"{value:.{digits}g}"
+
+
+def duration(seconds: float | None) -> str:
+    """m:ss or h:mm:ss; `?` when unknown."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: int) -> str:
+    """Bytes in GiB or MiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
