@@ -91,13 +91,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **c
     """A random model of a few thousand parameters, weights large enough that attention matters."""
     torch.manual_seed(seed)
     config = tiny_config(name, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    # Eager attention takes its softmax in fp32; sdpa keeps fp64, but has neither softcap nor sinks.
+    attention = "eager" if name in ("gemma2", "gpt_oss") else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=0.06)
             else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+                parameter.add_(0.05 * torch.randn_like(parameter))
     return model.to(dtype).eval()
 
 
@@ -126,14 +128,13 @@ class CleanRotary(nn.Module):
 
 
 def clean_llama(seed: int = 0) -> nn.Module:
-    """A tiny llama without transformers' fp32 upcasts: fp64 from end to end (its oracle attends through sdpa)."""
+    """A tiny llama without transformers' fp32 upcasts: fp64 from end to end."""
     model = tiny_model("llama", seed=seed)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ == "LlamaRMSNorm":
                 setattr(module, name, CleanNorm(child))
     model.model.rotary_emb = CleanRotary(model.model.rotary_emb)
-    model.set_attn_implementation("sdpa")
     return model
 
 
@@ -153,7 +154,7 @@ def with_lora(model: nn.Module, rank: int = 3, dropout: float = 0.0, seed: int =
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=0.1)
     return peft.to(next(model.parameters()).dtype)
 
 

@@ -83,12 +83,14 @@ class Tree:
         targets: what is trained, with columns counted within this tree.
         row: where the example comes from, for reports ("train.jsonl:12").
         weight: weight of the example in losses that average over examples.
+        first_position: position id of the root's first token, for models whose caller says so (left padding).
     """
 
     nodes: tuple[Node, ...]
     targets: Targets
     row: str = ""
     weight: float = 1.0
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -135,7 +137,7 @@ class Span:
 
     Attributes:
         start, end: columns of the row.
-        position: position of the first token (depth in its tree); the others follow.
+        position: depth of the first token in its tree; the others follow.
         past: all earlier tokens on the path, as column ranges in path order, neighbours merged. Their positions
             are contiguous and end at `position`.
     """
@@ -168,6 +170,7 @@ class _Placed:
     end: int
     position: int
     parent: int
+    first_position: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Forest:
     Attributes:
         trees: the trees.
         tokens: int64 [T].
-        positions: depth of each token in its tree, int64 [T].
+        positions: position id of each token, int64 [T]: its depth in its tree plus the tree's `first_position`.
         targets: all targets, with columns of the row and the index of their tree.
         offsets: column at which each tree begins.
     """
@@ -201,7 +204,8 @@ class Forest:
             for node in tree.nodes:
                 parent = first + node.parent if node.parent >= 0 else -1
                 position = placed[parent].position + placed[parent].end - placed[parent].start if parent >= 0 else 0
-                placed.append(_Placed(column, column + node.tokens.numel(), position, parent))
+                end = column + node.tokens.numel()
+                placed.append(_Placed(column, end, position, parent, tree.first_position))
                 column += node.tokens.numel()
         set_ = object.__setattr__
         set_(self, "trees", tuple(trees))
@@ -211,7 +215,7 @@ class Forest:
         set_(
             self,
             "positions",
-            torch.cat([torch.arange(p.position, p.position + p.end - p.start) for p in placed]),
+            torch.cat([torch.arange(p.end - p.start) + p.position + p.first_position for p in placed]),
         )
         parts = [tree.targets for tree in trees]
         set_(

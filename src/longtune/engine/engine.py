@@ -56,6 +56,14 @@ class Engine:
             self.port.close()
             raise
 
+    def set_plan(self, plan: Plan) -> None:
+        """Walk differently from the next step on."""
+        if plan.head_chunk != self.plan.head_chunk:
+            self.head = make_head(self.stack, plan.head_chunk)
+        if plan.boundary_store != self.plan.boundary_store:
+            self.boundaries = make_store(plan.boundary_store, self.stack.device)
+        self.plan = plan
+
     def close(self) -> None:
         """Release the engine's entry in transformers' registry; the engine cannot be used afterwards."""
         self.port.close()

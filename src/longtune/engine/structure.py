@@ -128,7 +128,7 @@ def learn(stack: Stack, port: AttentionPort) -> Structure:
     masks[port.name] = lambda *args, mask_function=None, **kwargs: MaskRequest(mask_function)
     try:
         with torch.no_grad(), evaluating(stack.model), stack.attending(port.name):
-            output = stack.decoder(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
+            hidden = stack.run_decoder(tokens, tokens)
     finally:
         port.probe = None
         masks.pop(port.name, None)
@@ -137,5 +137,4 @@ def learn(stack: Stack, port: AttentionPort) -> Structure:
     if problems:
         raise UserError(problems)
     stack.learn_shared(calls, sizes)
-    hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
     return Structure(tuple(donors), hidden[0])

@@ -241,6 +241,11 @@ class Walk:
         self._flow[c] = grads[0]
         self.sums.add(self._outer, grads[1:])
 
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply everything that the backward starts from (between the head and the backward)."""
+        self._flow = [flow * factor.to(flow.dtype) for flow in self._flow]
+        self.sums.scale(factor)
+
     # backward
 
     def backward(self) -> None:

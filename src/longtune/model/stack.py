@@ -74,20 +74,23 @@ class _StandIn(nn.Module):
         return (output,) if self.returns_tuple else output
 
 
+class HiddenOutput:
+    """What a decoder returns, with hidden states [B, S, H] and nothing else: any other field is None."""
+
+    def __init__(self, hidden: torch.Tensor):
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
 class _GivenHidden(nn.Module):
     """Takes the decoder's place and returns given hidden states."""
-
-    class Output:
-        def __init__(self, hidden: torch.Tensor):
-            self.last_hidden_state = hidden
-
-        def __getattr__(self, name: str) -> None:
-            return None
-
-        def __getitem__(self, index: Any) -> Any:
-            if isinstance(index, slice):
-                return ()
-            return self.last_hidden_state if index == 0 else None
 
     def __init__(self, decoder: nn.Module):
         super().__init__()
@@ -102,7 +105,7 @@ class _GivenHidden(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.hidden is not None
-        return self.Output(self.hidden)
+        return HiddenOutput(self.hidden)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -169,6 +172,7 @@ class Stack:
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
         self._configs = self._find_configs()
+        self._decoder_forward = self.decoder.forward
         inside = {id(p) for p in self._list.parameters()}
         self.outer_parameters = [p for p in self.decoder.parameters() if id(p) not in inside]
 
@@ -217,18 +221,20 @@ class Stack:
             for index, layer in enumerate(self.layers):
                 self._list[index] = layer
 
-    def _run_decoder(self, tokens_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        output = self.decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+    def run_decoder(self, tokens_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """The decoder's own forward on one sequence: last hidden states [1, T, H]."""
+        # The forward that the decoder had when this view was made: it may have been given another one since.
+        output = self._decoder_forward(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     def prologue(self, tokens_C: torch.Tensor, positions_C: torch.Tensor) -> Prologue:
         """Input of the first layer and the arguments of every layer for a chunk of C tokens (int64, on the device)."""
         with self._stand_ins() as stand_ins:
-            self._run_decoder(tokens_C, positions_C)
+            self.run_decoder(tokens_C, positions_C)
         residual = stand_ins[0].hidden
         calls = []
         for index, stand_in in enumerate(stand_ins):
-            if stand_in.call is None or stand_in.hidden is not residual:
+            if stand_in.call is None or residual is None or not _same(stand_in.hidden, residual):
                 raise UserError(
                     Problem(
                         type(self.model).__name__,
@@ -244,7 +250,7 @@ class Stack:
         """Hidden states [1, C, hidden] that the head reads, from the output of the last layer."""
         with self._stand_ins() as stand_ins:
             stand_ins[-1].output = residual
-            return self._run_decoder(tokens_C, positions_C)
+            return self.run_decoder(tokens_C, positions_C)
 
     def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """Run one layer with recorded arguments."""
@@ -299,6 +305,11 @@ class Stack:
                         key: tuple(_placeholder(x) for x in entry) if isinstance(entry, tuple) else entry
                         for key, entry in value.items()
                     }
+
+
+def _same(x: torch.Tensor | None, y: torch.Tensor) -> bool:
+    """Whether two tensors are one (a model may slice the residual to its full length between layers)."""
+    return x is not None and x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _placeholder(x: Any) -> Any:
