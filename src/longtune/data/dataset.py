@@ -220,6 +220,9 @@ class _Loader:
     def _check_mixed(self, source: Source, kinds: dict[str, list[str]]) -> None:
         if len(kinds) < 2:
             return
+        if self.bad_rows == "drop":
+            self.report.notes[f"{source.name} mixes formats"] += sum(map(len, kinds.values()))
+            return
         told = "; ".join(f"{name} at {', '.join(places)}" for name, places in kinds.items())
         self.problems.add(
             source.name,
@@ -238,10 +241,8 @@ class _Loader:
             self.problems.add(place, error)
 
     def _note(self, row: Row, drafts: list[Draft]) -> None:
-        if any(draft.seam for draft in drafts):
-            self.report.notes["the template renders the end of the prompt differently once the answer follows"] += 1
-        if row.kind == "chat" and len(drafts) > 1:
-            self.report.notes["the template rewrites history: some turns are trained in a branch of their own"] += 1
+        for note in {note for draft in drafts for note in draft.notes}:
+            self.report.notes[note] += 1
         if row.tools:
             messages = row.messages or [m for part in (row.prompt, row.answers[0]) for m in part if isinstance(m, dict)]
             key = json.dumps(row.tools, sort_keys=True)
@@ -263,7 +264,10 @@ class _Loader:
 
     def _examples(self, place: str, row: Row, sequences: list[Sequence_]) -> list[Example]:
         pair = row.kind == "preference"
-        self._require_trained(sequences, pair, RowError(NOTHING, "no token of this row is trained", "check its answer"))
+        if not self._has_trained(sequences, pair):
+            raise RowError(NOTHING, "no token of this row is trained", "check its answer")
+        if any(sequence.merged for sequence in sequences):
+            self.report.notes["tokens merge across the end of the prompt, so answers begin a token earlier"] += 1
         longest = max(len(sequence.ids) for sequence in sequences)
         if self.max_tokens is not None and longest > self.max_tokens:
             cut = self._shorten(row, sequences, longest, self.max_tokens)
@@ -290,18 +294,14 @@ class _Loader:
     def _has_trained(sequences: list[Sequence_], pair: bool) -> bool:
         return (all if pair else any)(sequence.trained for sequence in sequences)
 
-    def _require_trained(self, sequences: list[Sequence_], pair: bool, error: RowError) -> None:
-        if not self._has_trained(sequences, pair):
-            raise error
-
     def _shorten(self, row: Row, sequences: list[Sequence_], longest: int, limit: int) -> list[list[Sequence_]] | None:
         """The row cut to the limit (`split`: several), or None when it is dropped and counted."""
         pair = row.kind == "preference"
         if pair and min(s.spans[0].start for s in sequences) >= limit and self.overlong in ("error", "truncate_right"):
-            reason = f"the prompt alone has {min(s.spans[0].start for s in sequences):,} tokens or more, the limit is {limit:,}"
             if self.overlong == "truncate_right":
                 self.report.dropped["prompt longer than max_tokens"] += 1
                 return None
+            reason = f"the prompt leaves no room for its answers, the limit is {limit:,} tokens"
             raise RowError("prompt longer than max_tokens", reason, "raise max_tokens, or set overlong: drop")
         if self.overlong == "drop":
             self.report.dropped[_TOO_LONG] += 1
@@ -338,7 +338,7 @@ class _Loader:
             if self.method not in formats.SUPERVISED:
                 begins = [next(s.start for s in q.spans if s.answer >= 0) for q in example.sequences]
                 shared = example.shared
-                report.sharing["fully" if shared == max(begins) else "partly" if shared else "not"] += 1
+                report.sharing["not" if not shared else "fully" if shared == max(begins) else "partly"] += 1
                 report.saved += sum(len(q.ids) for q in example.sequences) - example.size
 
 

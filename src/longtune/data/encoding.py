@@ -45,14 +45,14 @@ class Draft:
         marks: its trained stretches, in order.
         add_special: let the tokenizer add its own special tokens (texts that no template has rendered).
         eos: end with EOS unless the encoding does already.
-        seam: the prompt's own rendering goes on differently where the answer begins, so its end is not trained on.
+        notes: what a reader of the report should know about this row.
     """
 
     text: str
     marks: list[Mark] = field(default_factory=list)
     add_special: bool = False
     eos: bool = False
-    seam: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -67,10 +67,14 @@ class Span:
 
 @dataclass(slots=True)
 class Sequence_:
-    """Token ids, int32 [n], and the trained spans. A span at 0 trains from token 1 on: nothing predicts token 0."""
+    """Token ids, int32 [n], and the trained spans. A span at 0 trains from token 1 on: nothing predicts token 0.
+
+    `merged` says that tokens merge across the end of a prompt, so that its last token went to the answer.
+    """
 
     ids: np.ndarray
     spans: list[Span]
+    merged: bool = False
 
     @property
     def trained(self) -> int:
@@ -152,11 +156,13 @@ class Encoder:
         special = self._adds_special(draft)
         added = np.flatnonzero(np.isin(ids, self._added)) if self._added.size and draft.marks else self._added
         spans: list[Span] = []
+        merged = False
         for mark in draft.marks:
             if mark.prompt is None:
                 start = self._token_at(encoding, mark.start, len(draft.text), len(ids))
             else:
-                start = self._prompt_end(draft, mark, encoding, ids, added, special)
+                start, whole = self._prompt_end(draft, mark, encoding, ids, added, special)
+                merged = merged or (not whole and draft.text.startswith(mark.prompt))
             end = len(ids) if mark.end is None else self._token_after(encoding, mark, len(ids))
             spans.append(Span(start, end, mark.weight, mark.answer))
         if draft.eos and not (len(ids) and ids[-1] == self._eos):
@@ -167,7 +173,7 @@ class Encoder:
         if self._bos is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos:
             ids = ids[1:]
             spans = [Span(max(0, s.start - 1), s.end - 1, s.weight, s.answer) for s in spans]
-        return Sequence_(ids, spans)
+        return Sequence_(ids, spans, merged)
 
     @staticmethod
     def _token_at(encoding: Any, char: int, length: int, count: int) -> int:
@@ -196,8 +202,8 @@ class Encoder:
 
     def _prompt_end(
         self, draft: Draft, mark: Mark, encoding: Any, ids: np.ndarray, added: np.ndarray, special: bool
-    ) -> int:
-        """Tokens of the prompt: the common prefix of its own encoding and the whole's.
+    ) -> tuple[int, bool]:
+        """Tokens of the prompt, the common prefix of its own encoding and the whole's; and whether that is all of it.
 
         Added tokens cut a text into parts that are encoded alone, so the encodings can differ only behind the last
         added token that both have; only that tail is encoded again.
@@ -205,7 +211,7 @@ class Encoder:
         prompt = mark.prompt or ""
         same = os.path.commonprefix((prompt, draft.text)) if not draft.text.startswith(prompt) else prompt
         if not same:
-            return 0
+            return 0, not prompt
         first = 0
         char = 0
         if self._fast is not None and added.size:
@@ -221,7 +227,8 @@ class Encoder:
             tail = self.ids(*key)
             if len(prompt) - char < 256:
                 self._tails[key] = tail
-        return first + common_prefix(ids[first:], tail)
+        common = common_prefix(ids[first:], tail)
+        return first + common, common == len(tail)
 
 
 class _Slow:

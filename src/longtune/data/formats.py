@@ -56,19 +56,20 @@ def detect(record: Record, method: str) -> str:
         RowError: no format that this method can train on; the reason says what it looks like instead.
     """
     here = {name for name, value in record.items() if value is not None}
-    pairs = preference.detect(here, record)
-    single = _detect_supervised(here, record)
-    found = single if method in SUPERVISED else pairs
-    if found is not None and not (method in SUPERVISED and pairs is not None):
+    supervised = method in SUPERVISED
+    pairs = preference.detect(here, missing_side_is_error=not supervised)
+    single = _detect_supervised(here)
+    found = single if supervised else pairs
+    if found is not None and not (supervised and pairs is not None):
         return found
     columns = ", ".join(sorted(record)[:12]) or "none"
-    if method in SUPERVISED and pairs is not None:
+    if supervised and pairs is not None:
         raise RowError(
             "preference rows under sft",
             f"these are preference pairs ({columns})",
-            "set method: dpo or orpo, or --map chosen=completion to train on the chosen answers alone",
+            "set method: dpo or orpo, or rename the chosen answers with --map to train on them alone",
         )
-    if method not in SUPERVISED and single is not None:
+    if not supervised and single is not None:
         raise RowError(
             f"supervised rows under {method}",
             f"{method} needs a chosen and a rejected answer, the columns are {columns}",
@@ -77,7 +78,7 @@ def detect(record: Record, method: str) -> str:
     raise RowError(UNKNOWN, f"no known format has the columns {columns}", _advice(here))
 
 
-def _detect_supervised(here: set[str], record: Record) -> str | None:
+def _detect_supervised(here: set[str]) -> str | None:
     if "messages" in here:
         return "chat"
     if "conversations" in here:

@@ -8,15 +8,18 @@ beside the draft of the whole conversation; `trees` lets them share what is comm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longtune.data.encoding import Draft, Encoder, Mark
 from longtune.data.problems import RowError
 from longtune.data.rows import Message, Row, has_substance, is_empty
-from longtune.data.template import Template
+from longtune.data.template import Spans, Template
 
 TRAIN_ON = ("assistant", "last", "all", "completion")
 NOTHING = "no trained token"
+_SEAM = "the template renders the end of the prompt differently once the answer follows"
+_HISTORY = "the template rewrites history: some turns are trained in a branch of their own"
+_CHANGED = "the template changes or leaves out text of an answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,30 +86,34 @@ class Masker:
             _check_calls(message, text[start:])
         # The answer must have an end that the model can learn.
         eos = self.template.turn_end(text, start) is None and self.encoder.has_eos()
-        return Draft(text, [Mark(start, None, 1.0, answer, prompt)], eos=eos, seam=not text.startswith(prompt))
+        draft = Draft(text, [Mark(start, None, 1.0, answer, prompt)], eos=eos)
+        if not text.startswith(prompt):
+            draft.notes.append(_SEAM)
+        return draft
 
     def _chat(self, row: Row, first: int) -> list[Draft]:
         text, spans = self.template.render(row.messages, row.tools, row.template_kwargs)
         if self.train_on == "all":
             return [_everything(text, special=False, eos=False)]
-        turns = self._trained_turns(row, first)
         main = Draft(text)
         drafts = [main]
-        for turn, weight in turns:
-            last = turn == len(row.messages) - 1
-            whole = (text, spans) if last else self._prefix(row, turn + 1)
-            marks, end, eos = self._turn_marks(row, turn, whole)
-            for mark in marks:
+        for index, weight in self._trained_turns(row, first):
+            last = index == len(row.messages) - 1
+            rendered = (text, spans) if last else self._prefix(row, index + 1)
+            turn = self._turn(row, index, rendered)
+            for mark in turn.marks:
                 mark.weight = weight
-            if last and eos:
-                main.text = whole[0][:end]
-                main.eos = True
-                main.marks += marks
-            elif not eos and text.startswith(whole[0][:end]):
-                main.marks += marks
+            main.notes += turn.notes
+            if last and turn.eos:
+                main.text, main.eos = turn.text, True
+            if last or (not turn.eos and text.startswith(turn.text)):
+                main.marks += _marks_in(spans, turn) if self.template.has_generation else turn.marks
             else:
-                drafts.append(Draft(whole[0][:end], marks, eos=eos))
-        return [draft for draft in drafts if draft.marks]
+                main.notes.append(_HISTORY)
+                drafts.append(Draft(rendered[0][: turn.marks[-1].end], turn.marks, eos=turn.eos))
+        kept = [draft for draft in drafts if draft.marks]
+        kept[0].notes = sorted(set(main.notes))
+        return kept
 
     def _trained_turns(self, row: Row, first: int) -> list[tuple[int, float]]:
         """Index and weight of every trained turn."""
@@ -128,37 +135,73 @@ class Masker:
     def _prefix(self, row: Row, count: int) -> tuple[str, list[tuple[int, int]]]:
         return self.template.render(row.messages[:count], row.tools, row.template_kwargs)
 
-    def _turn_marks(
-        self, row: Row, turn: int, whole: tuple[str, list[tuple[int, int]]]
-    ) -> tuple[list[Mark], int, bool]:
-        """Marks of one turn in the rendering that ends with it, where it ends there, and whether EOS must follow."""
-        text, spans = whole
-        before = row.messages[:turn]
+    def _turn(self, row: Row, index: int, rendered: tuple[str, Spans]) -> _Turn:
+        """A trained turn in the rendering that ends with it."""
+        text, spans = rendered
+        message = row.messages[index]
+        before = row.messages[:index]
+        try:
+            prompt, earlier = self.template.render(before, row.tools, row.template_kwargs, prompt=True)
+        except RowError:
+            if not self.template.has_generation or any(m["role"] == "assistant" for m in before):
+                raise
+            prompt, earlier = "", []
         if self.template.has_generation:
-            earlier = len(self._prefix(row, turn)[1]) if any(m["role"] == "assistant" for m in before) else 0
-            own = [span for span in spans[earlier:] if span[1] > span[0]]
-            if not own:
+            marks = [Mark(start, end) for start, end in spans[len(earlier) :] if end > start]
+            if not marks:
                 raise RowError(
                     "empty generation block",
-                    f"the template marks nothing of message {turn + 1} with {{% generation %}}",
+                    f"the template marks nothing of message {index + 1} with {{% generation %}}",
                     "the template is at fault: it must mark what the assistant says",
                 )
-            _check_calls(row.messages[turn], text[own[0][0] : own[-1][1]])
-            return [Mark(start, end) for start, end in own], own[-1][1], False
-        prompt, _ = self.template.render(before, row.tools, row.template_kwargs, prompt=True)
-        if not text.startswith(prompt):
+            end = self.template.turn_end(text, marks[0].start)
+            turn = _Turn(text[: end or marks[-1].end], marks, len(earlier), eos=False)
+        elif not text.startswith(prompt):
             raise RowError(
                 "template not consistent",
-                f"message {turn + 1}: what the model will see before its answer is not how the template renders it "
+                f"message {index + 1}: what the model will see before its answer is not how the template renders it "
                 f"afterwards ({_difference(prompt, text)}), so its tokens can't be told from the prompt's",
                 "use a template with {% generation %}, or template arguments under which both agree",
             )
-        _check_calls(row.messages[turn], text[len(prompt) :])
-        end = self.template.turn_end(text, len(prompt))
-        if end is None:
-            end = len(prompt) + len(text[len(prompt) :].rstrip())
-            return [Mark(len(prompt), end, prompt=prompt)], end, self.encoder.has_eos()
-        return [Mark(len(prompt), end, prompt=prompt)], end, False
+        else:
+            start = len(prompt)
+            end = self.template.turn_end(text, start)
+            eos = end is None and self.encoder.has_eos()
+            end = start + len(text[start:].rstrip()) if end is None else end
+            turn = _Turn(text[:end], [Mark(start, end, prompt=prompt)], 0, eos)
+        if not text.startswith(prompt):
+            turn.notes.append(_SEAM)
+        said = text[turn.marks[0].start :]
+        _check_calls(message, said)
+        if message["content"].strip() not in said:
+            turn.notes.append(_CHANGED)
+        return turn
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A trained turn.
+
+    Attributes:
+        text: the rendering up to the turn's end.
+        marks: its trained stretches.
+        earlier: how many stretches the template marks before it.
+        eos: it has no end-of-turn token, so EOS must follow.
+        notes: for the report.
+    """
+
+    text: str
+    marks: list[Mark]
+    earlier: int
+    eos: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def _marks_in(spans: Spans, turn: _Turn) -> list[Mark]:
+    """The turn's stretches as the rendering of the whole conversation marks them."""
+    weight = turn.marks[0].weight
+    own = [span for span in spans[turn.earlier :] if span[0] >= turn.marks[0].start and span[0] <= turn.marks[-1].start]
+    return [Mark(start, end, weight) for start, end in own if end > start]
 
 
 def _check_calls(message: Message, rendered: str) -> None:

@@ -16,15 +16,15 @@ from longtune.data.sharegpt import as_messages, sharegpt_messages
 _SIDES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 
 
-def detect(here: set[str], record: Record) -> str | None:
+def detect(here: set[str], missing_side_is_error: bool = True) -> str | None:
     """The preference format of a record whose columns `here` are filled, or None.
 
     Raises:
-        RowError: only one of the two answers is there.
+        RowError: only one of the two answers is there, and that is an error.
     """
     for sides in _SIDES:
         missing = sides - here
-        if len(missing) == 1 and not (missing == {"rejected"} and _has_other_rejected(here)):
+        if missing_side_is_error and len(missing) == 1 and not (missing == {"rejected"} and _has_other_rejected(here)):
             raise RowError("missing side", f"the pair has no `{missing.pop()}`", "fill it or take the row out")
     if {"preferred_output", "non_preferred_output"} <= here:
         return "openai-preference" if "input" in here or "prompt" in here else None
@@ -137,12 +137,12 @@ def _row(prompt: Text, answers: Sequence[Text]) -> Row:
     Raises:
         RowError: an empty prompt or answer, or a rejected answer that equals the chosen one.
     """
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise RowError("empty prompt", "the prompt is empty", "a pair needs a prompt that both answers share")
     parts = [prompt, *answers]
     if any(isinstance(part, list) for part in parts):
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise RowError("empty prompt", "the prompt is empty", "a pair needs a prompt that both answers share")
     for index, answer in enumerate(answers):
         if is_empty(answer):
             side = "chosen" if index == 0 else "rejected"

@@ -6,6 +6,7 @@ records; `masks` and `pairs` turn them into tokens.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -139,10 +140,8 @@ def _message_weight(message: Mapping[str, Any], where: str) -> float | None:
 def read_weight(value: Any, where: str) -> float:
     """A loss weight: a number at or above 0; booleans (and CSV's text) are read too."""
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
         raise RowError("malformed weight", f"{where} must be a number, 0 or more, got {value!r}")
     return float(value)

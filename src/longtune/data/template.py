@@ -6,6 +6,7 @@ they want tool calls and content is found by small probes, once for a template. 
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cached_property
 from typing import Any
@@ -75,7 +76,7 @@ class Template:
             raise RowError("no prompt before an answer", "the conversation begins with an assistant turn")
         marks = bool(_GENERATION.search(source))
         try:
-            texts, spans = render_jinja_template(  # pyright: ignore[reportGeneralTypeIssues]
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=source,
@@ -90,7 +91,8 @@ class Template:
                 f"the chat template refuses this conversation: {reason}",
                 "check the order of the roles, and whether the model knows this kind of message",
             ) from error
-        return texts[0], [tuple(span) for span in spans[0]] if marks else []
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
 
     def _shaped(self, messages: list[Message]) -> list[Message]:
         """The messages in the form that this template reads."""
@@ -144,13 +146,24 @@ class Template:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The special token that ends an assistant turn of text, or None when the template writes none."""
+        """The special token that ends an assistant turn of text, or None when the template writes none.
+
+        Of the special tokens that follow an answer at the end of a conversation it is the last that also follows it
+        in the middle of one: what comes only at the end (Phi's EOS) closes the text, not the turn.
+        """
         parts = [{"type": "text", "text": _PROBE}] if self._content_in_parts else _PROBE
-        text = self._try([{"role": "user", "content": parts}, {"role": "assistant", "content": parts}])
-        if text is None or _PROBE not in text or self._specials is None:
-            return None
-        found = self._specials.search(text, text.rindex(_PROBE) + len(_PROBE))
-        return found.group() if found else None
+        turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+        last = self._specials_after(self._try(turns), 2)
+        middle = self._specials_after(self._try([*turns, turns[0]]), 2)
+        common = os.path.commonprefix([last, middle])
+        return common[-1] if common else next(iter(last), None)
+
+    def _specials_after(self, text: str | None, count: int) -> list[str]:
+        """Special tokens behind the `count`-th probe word, up to the next one."""
+        parts = (text or "").split(_PROBE)
+        if len(parts) <= count or self._specials is None:
+            return []
+        return self._specials.findall(parts[count])
 
     def turn_end(self, text: str, start: int) -> int | None:
         """Where the turn that begins at `start` and runs to the text's end has ended: after its end-of-turn token.
