@@ -55,7 +55,9 @@ def test_defaults_that_follow_from_other_keys_are_written_out():
 
 
 def test_all_problems_come_at_once_each_with_its_place(designed):
-    found = problems(designed, "lora.rnak=4", "train.schedule=cosin", "lora.rank=0", "memory.chunk_tokns=8", "dtype=int8")
+    found = problems(
+        designed, "lora.rnak=4", "train.schedule=cosin", "lora.rank=0", "memory.chunk_tokns=8", "dtype=int8"
+    )
     assert set(found) == {
         "--set lora.rnak",
         "--set train.schedule",

@@ -36,9 +36,9 @@ class _Section(BaseModel):
 
 def _seconds(value: object) -> object:
     """'3h', '90m', '1h30m', '45s' or a number of seconds."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
         return value
-    match = re.fullmatch(r"(?:(\d+)\s*h)?\s*(?:(\d+)\s*m)?\s*(?:(\d+)\s*s?)?", value.strip())
+    match = re.fullmatch(r"(?:(\d+)\s*h)?\s*(?:(\d+)\s*m)?\s*(?:(\d+)\s*s)?", value.strip())
     if not match or not value.strip():
         raise ValueError("a duration is written like 3h, 90m, 1h30m or 45s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())

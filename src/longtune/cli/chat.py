@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ def chat(
     model: Annotated[str | None, typer.Option(help="The base model, if not the one the adapter names.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Answer without the adapter.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="With --prompt: answer without and with it.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue the text as it is: no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
@@ -30,24 +32,27 @@ def chat(
     longtune chat runs/rows
     longtune chat runs/rows --prompt "Hello" --compare
     """
-    run(lambda: _chat(target, prompt, model, base, compare, system, max_tokens, temperature, as_json), as_json)
+    asked = _Asked(base, compare, plain, system, max_tokens, temperature)
+    run(lambda: _chat(target, model, prompt, asked, as_json), as_json)
 
 
-def _chat(
-    name: str,
-    prompt: str | None,
-    model: str | None,
-    base: bool,
-    compare: bool,
-    system: str | None,
-    max_tokens: int,
-    temperature: float,
-    as_json: bool,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options."""
+
+    base: bool
+    compare: bool
+    plain: bool
+    system: str | None
+    max_tokens: int
+    temperature: float
+
+
+def _chat(name: str, model: str | None, prompt: str | None, asked: _Asked, as_json: bool) -> dict[str, Any]:
     from longtune.cli.options import find_target
     from longtune.errors import Problem, UserError
 
-    if prompt is None and (as_json or compare):
+    if prompt is None and (as_json or asked.compare):
         option = "--json" if as_json else "--compare"
         raise UserError(Problem(f"chat {option}", "needs something to ask", "add --prompt TEXT"))
     target = find_target(name, model=model)
@@ -58,30 +63,30 @@ def _chat(
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
     )
-    speaker = _Speaker(loaded, target.adapter, system, max_tokens, temperature)
+    speaker = _Speaker(loaded, target.adapter, config.chat_template_kwargs, asked)
     if prompt is None:
-        _converse(speaker, tuned=not base and target.adapter is not None)
+        _converse(speaker, tuned=not asked.base and target.adapter is not None)
         return {}
     text = sys.stdin.read() if prompt == "-" else prompt
     result: dict[str, Any] = {"target": name, "model": config.model, "prompt": text}
-    if compare and target.adapter is not None:
+    if asked.compare and target.adapter is not None:
         print("without the adapter:")
         result["base_answer"] = speaker.answer([text], tuned=False)
         print("with the adapter:")
-    result["answer"] = speaker.answer([text], tuned=not base)
+    result["answer"] = speaker.answer([text], tuned=not asked.base)
     return result
 
 
 class _Speaker:
     """A model that answers, with or without its adapter."""
 
-    def __init__(self, loaded: Any, adapter: Any, system: str | None, max_tokens: int, temperature: float):
+    def __init__(self, loaded: Any, adapter: Any, template_kwargs: dict[str, Any], asked: _Asked):
         from longtune.model.adapters import load_adapter
 
         self.tokenizer = loaded.tokenizer
         self.model = loaded.model if adapter is None else load_adapter(loaded.model, adapter)
         self.has_adapter = adapter is not None
-        self.system, self.max_tokens, self.temperature = system, max_tokens, temperature
+        self.template_kwargs, self.asked = template_kwargs, asked
 
     def answer(self, turns: list[str], *, tuned: bool) -> str:
         """The answer to a conversation (user and assistant texts in turn, the user's last); printed as it comes."""
@@ -94,20 +99,22 @@ class _Speaker:
                 self.model,
                 self.tokenizer,
                 [self._messages(turns)],
-                max_new_tokens=self.max_tokens,
-                temperature=self.temperature,
+                max_new_tokens=self.asked.max_tokens,
+                temperature=self.asked.temperature,
                 batch_size=1,
                 stream=_print_piece,
+                template_kwargs=self.template_kwargs,
             )
         print(flush=True)
         return text
 
     def _messages(self, turns: list[str]) -> Any:
-        if self.tokenizer.chat_template is None:
-            return "\n".join(([self.system] if self.system else []) + turns)
+        system = self.asked.system
+        if self.asked.plain or self.tokenizer.chat_template is None:
+            return "\n".join([system, *turns] if system else turns)
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+        return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def _print_piece(text: str) -> None:
