@@ -12,7 +12,8 @@ model: smollm2
 data: data/
 method: sft
 output: runs/contracts
-lora: {rank: 16, alpha: 32, targets: all-linear, rank_policy: constant, dropout: 0.0, rslora: false, lora_plus_ratio: 1.0}
+lora: {rank: 16, alpha: 32, targets: all-linear, rank_policy: constant, dropout: 0.0, rslora: false,
+       lora_plus_ratio: 1.0}
 train: {steps: 200, learning_rate: 2.0e-4, schedule: cosine, warmup_ratio: 0.03, batch_size: 1, accumulate: 8,
         max_tokens: 131072, overlong: error, seed: 0, clip_norm: 1.0, eval_every: 50, save_every: 50}
 memory: {chunk_tokens: 8192, layers_per_segment: 1, boundary_store: host, head_chunk: 1024, keep: attention}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 import yaml
-from support import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support import tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<eos>{% endfor %}"

@@ -6,10 +6,10 @@ import json
 import shutil
 
 import pytest
-from tiny_run import write_config, write_model, write_rows
 from typer.testing import CliRunner
 
 from longtune.cli import app
+from tests.tiny_run import write_config, write_model, write_rows
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import threading
 
 import pytest
 import torch
-from tiny_run import adapter_bytes, losses, read_events, tensors, write_config, write_model, write_rows
 from typer.testing import CliRunner
 
 from longtune.cli import app
 from longtune.config import load_config
 from longtune.train import train
+from tests.tiny_run import adapter_bytes, losses, read_events, tensors, write_config, write_model, write_rows
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,6 @@ def _guarded(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return {"error": "interrupted"}, 130
-    except Exception as error:  # noqa: BLE001 - the last frame: every failure needs its exit code and, asked for, its JSON
+    except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}, 1

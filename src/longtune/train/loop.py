@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,15 @@ from longtune.tree import Forest
 
 
 class RunFailed(Exception):
-    """The run can't go on; the message says at which step, why, and what can be done."""
+    """The run can't go on; the message says at which step, why, and what can be done.
+
+    Attributes:
+        rows: the rows that it happened on.
+    """
+
+    def __init__(self, message: str, rows: Sequence[str] = ()):
+        super().__init__(message)
+        self.rows = list(rows)
 
 
 @dataclass(slots=True)
@@ -158,7 +166,8 @@ class Loop:
             return
         saved = f"the last good checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "none was saved yet"
         shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
-        raise RunFailed(f"step {step}: {what} (rows {shown}); {saved}. Lower learning_rate, or look at these rows.")
+        advice = "lower learning_rate, look at these rows, or set on_nonfinite: skip"
+        raise RunFailed(f"step {step}: {what} (rows {shown}); {saved}; {advice}", rows)
 
     def _validate(self) -> None:
         if self.validate is None:

@@ -21,7 +21,8 @@ def peak_bytes(device: torch.device) -> int:
     """Highest memory so far in bytes: `torch.cuda.max_memory_allocated`, or peak resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    # The kernel's high-water mark lags a little behind the resident size.
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT, active_bytes(device))
 
 
 def active_bytes(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from longtune.train import environment, files, measure, optimiser
 from longtune.train.evaluate import choose_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
-from longtune.train.loop import Loop, Progress
+from longtune.train.loop import Loop, Progress, RunFailed
 from longtune.train.prepare import Prepared, prepare
 from longtune.train.stop import Stopper
 
@@ -187,7 +187,9 @@ class _Session:
     def _failed(self, error: BaseException) -> None:
         last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
         reason = str(error) or type(error).__name__
-        self.events.emit("failed", step=self.loop.progress.step, reason=reason, checkpoint=last)
+        rows = error.rows if isinstance(error, RunFailed) else []
+        self.events.emit("failed", step=self.loop.progress.step, reason=reason, rows=rows, checkpoint=last)
+        files.write_json(self.folder.metrics, self._metrics("failed"))
 
     def _announce(self, damaged: list[str]) -> None:
         step = self.loop.progress.step

@@ -1,0 +1,159 @@
+"""The other verbs through the real command line: init, eval, chat, doctor, and every verb's help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from longtune.cli import app
+from longtune.config import load_config
+from tests.tiny_run import write_config, write_model, write_rows
+
+VERBS = ["demo", "init", "train", "eval", "chat", "doctor"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("tiny") / "data")
+
+
+@pytest.fixture(scope="module")
+def run(model, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder / "run.yaml", model, data, folder / "run", steps=8, learning_rate=0.1)
+    assert CliRunner().invoke(app, ["train", str(config)]).exit_code == 0
+    return folder / "run"
+
+
+def call(*arguments, code=0, **options):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])
+def test_help_fits_a_screen(verb):
+    lines = call(*verb, "--help", env={"COLUMNS": "80"}).stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_answers_at_once_because_nothing_heavy_is_imported():
+    script = (
+        "import sys; from longtune.cli import app; assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert time.perf_counter() - start < 2.0
+
+
+def test_eval_of_a_run_uses_its_validation_data_and_compares_with_the_base(run):
+    found = json.loads(call("eval", run, "--base", "--json").stdout)
+    last = json.loads((run / "metrics.json").read_text())["validation"]
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert found["rows"] == 5
+    assert found["tokens"] == last["tokens"]
+    assert found["base"]["loss"] > found["loss"]
+
+
+def test_eval_of_a_model_and_of_an_adapter_folder(run, model, data):
+    arguments = ["--data", data / "valid.jsonl", "--set", "dtype=float32", "--json"]
+    alone = json.loads(call("eval", model, *arguments).stdout)
+    tuned = json.loads(call("eval", run / "adapter", *arguments).stdout)
+    assert tuned["loss"] < alone["loss"]
+    assert alone["adapter"] is None
+
+
+def test_eval_says_which_rows_it_used(run):
+    found = json.loads(call("eval", run, "--rows", 2, "--json").stdout)
+    assert (found["rows"], found["skipped"]) == (2, 3)
+
+
+def test_eval_without_data_is_refused(model):
+    assert "--data" in call("eval", model, code=2).stderr
+
+
+def test_chat_answers_once_with_and_without_the_adapter(run):
+    found = json.loads(call("chat", run, "--prompt", "abc", "--compare", "--max-tokens", 6, "--json").stdout)
+    assert found["prompt"] == "abc"
+    assert found["answer"] != found["base_answer"]
+    base = json.loads(call("chat", run, "--prompt", "abc", "--base", "--max-tokens", 6, "--json").stdout)
+    assert base["answer"] == found["base_answer"]
+
+
+def test_chat_is_a_conversation_that_can_switch_the_adapter_off(run):
+    said = call("chat", run, "--max-tokens", 4, input="abc\n/base\nabc\n/what\n/new\n/quit\n").stdout
+    assert said.count("tuned> ") == 2
+    assert said.count("base> ") >= 3
+
+
+def test_chat_reads_a_prompt_from_stdin_and_continues_plain_text(model):
+    found = json.loads(call("chat", model, "--prompt", "-", "--plain", "--max-tokens", 3, "--json", input="ab").stdout)
+    assert found["prompt"] == "ab"
+    assert isinstance(found["answer"], str)
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--compare"]])
+def test_chat_needs_a_prompt_for_one_answer(model, arguments):
+    assert "--prompt" in call("chat", model, *arguments, code=2).stderr
+
+
+def test_init_writes_a_config_that_loads_and_explains_itself(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("init", data, "--json")
+    found = json.loads(result.stdout)
+    assert found["formats"] == ["chat"]
+    text = (tmp_path / "longtune.yaml").read_text()
+    assert all("#" in line for line in text.splitlines() if line)
+    config = load_config("longtune.yaml")
+    assert config.data == str(data)
+    assert config.method == "sft"
+    assert config.to_dict() == found["config"]
+    assert "exists already" in call("init", data, code=2).stderr
+    call("init", data, "--force")
+
+
+def test_init_renames_columns_and_says_what_it_cannot_read(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n')
+    said = call("init", rows, "--file", tmp_path / "c.yaml", code=2).stderr
+    assert "question=prompt" in said
+    assert not (tmp_path / "c.yaml").exists()
+    call("init", rows, "--file", tmp_path / "c.yaml", "--map", "question=prompt,answer=completion")
+    assert load_config(tmp_path / "c.yaml").columns == {"question": "prompt", "answer": "completion"}
+
+
+def test_doctor_reports_what_is_there_and_what_is_missing():
+    result = call("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert found["packages"]["torch"]
+    assert found["attention"]["reason"]
+    assert found["memory_bytes"]["total"] > 0
+    assert all(found["missing"].values())
+    assert "attention" in call("doctor").stdout
+
+
+def test_an_unexpected_error_leaves_with_1_and_says_so_in_json(monkeypatch):
+    monkeypatch.setattr("longtune.train.environment.describe", lambda device: 1 / 0)
+    result = call("doctor", "--json", code=1)
+    assert "ZeroDivisionError" in json.loads(result.stdout)["error"]
+
+
+def test_a_run_that_fails_leaves_with_1(model, data, tmp_path, monkeypatch):
+    from longtune.engine import Engine
+
+    monkeypatch.setattr(Engine, "accumulate", lambda *_, **__: {"loss": float("nan")})
+    config = write_config(tmp_path / "run.yaml", model, data, tmp_path / "run")
+    result = call("train", config, "--json", code=1)
+    assert "step 1" in json.loads(result.stdout)["error"]
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,121 @@
+"""What a run's events say: pure functions of the events, on a terminal and off."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from longtune.watch import ProgressLine, View
+from longtune.watch.view import duration, event_lines, number, size
+
+META = {
+    "event": "meta",
+    "method": "sft",
+    "model": "smollm2",
+    "device": "cpu",
+    "dtype": "float32",
+    "data": ["9 rows of chat"],
+    "steps": 200,
+    "rows": 9,
+    "tokens": 1234,
+    "trained_tokens": 567,
+    "valid_rows": 3,
+    "trainable_parameters": 4096,
+    "folder": "/runs/a",
+}
+
+
+def step(number, seconds=2.0, **changes):
+    return {
+        "event": "train",
+        "step": number,
+        "loss": 1.23456,
+        "grad_norm": 0.5,
+        "learning_rate": 2e-4,
+        "tokens_per_second": 1234.5,
+        "seconds": seconds,
+        **changes,
+    }
+
+
+def test_the_line_shows_step_loss_rate_norm_speed_and_what_is_left():
+    view = View()
+    view.update(META)
+    view.update(step(20))
+    assert view.progress_line() == "step 20/200  loss 1.2346  lr 2.0e-04  norm 0.5  1,234 tok/s  ETA 6:00"
+    assert len(view.progress_line()) < 80
+
+
+def test_the_remaining_time_follows_recent_steps():
+    view = View()
+    view.update(META)
+    assert view.remaining is None
+    for number_ in range(1, 101):
+        view.update(step(number_, seconds=100.0 if number_ < 50 else 1.0))
+    assert view.remaining == pytest.approx(100.0)
+
+
+def test_a_resumed_run_goes_on_counting():
+    view = View()
+    view.update({"event": "resumed", "step": 100, "steps": 200, "checkpoint": "c"})
+    assert view.progress_line() == "step 100/200"
+
+
+def test_numbers_that_are_not_finite_are_shown():
+    view = View()
+    view.update(META)
+    view.update(step(1, loss=None, grad_norm=float("inf")))
+    assert "loss nan" in view.progress_line()
+    assert "norm inf" in view.progress_line()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0.2, "0:00"), (65, "1:05"), (3661, "1:01:01")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_sizes_and_numbers():
+    assert size(3 * 2**29) == "1.50 GiB"
+    assert size(2**20) == "1 MiB"
+    assert number(0.000012345) == "1.2345e-05"
+
+
+def test_off_a_terminal_there_are_plain_lines_and_not_one_for_every_step():
+    out = io.StringIO()
+    with ProgressLine(Console(file=out, width=80)) as progress:
+        progress({**META, "steps": 1000})
+        for number_ in range(1, 1001):
+            progress(step(number_))
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    assert 100 <= sum(line.startswith("step ") for line in lines) <= 102
+    assert lines[-1].startswith("step 1000/1000")
+
+
+def test_on_a_terminal_the_line_is_overwritten():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, color_system=None)
+    with ProgressLine(console) as progress:
+        progress(META)
+        for number_ in range(1, 4):
+            progress(step(number_))
+    text = out.getvalue()
+    assert "\x1b[2K" in text or "\r" in text
+    assert text.count("\n") < 12
+
+
+def test_brackets_in_a_row_are_no_markup():
+    out = io.StringIO()
+    with ProgressLine(Console(file=out, width=200)) as progress:
+        progress({"event": "warning", "step": 1, "reason": "odd", "rows": ["a[red].jsonl:3"]})
+    assert "a[red].jsonl:3" in out.getvalue()
+
+
+def test_every_event_that_ends_a_run_is_said():
+    done = {"event": "done", "step": 3, "seconds": 9.0, "tokens_per_second": None, "peak_bytes": 2**30, "adapter": "x"}
+    assert "3 steps" in event_lines(done)[0]
+    assert "--resume" in event_lines({"event": "stopped", "step": 3, "reason": "SIGINT"})[0]
+    assert "nan" in event_lines({"event": "failed", "step": 3, "reason": "the loss is nan"})[0]
+    assert event_lines({"event": "of a newer version"}) == []
