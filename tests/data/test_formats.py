@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from conftest import CHATML, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 from longtune.data import load_dataset
 from longtune.errors import UserError
+from tests.data.support import CHATML, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 END = "<|im_end|>"
 TOOLS_TEMPLATE = CHATML.replace(

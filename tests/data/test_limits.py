@@ -1,10 +1,10 @@
 """Rows over the limit: nothing is cut unless asked for, and everything cut or dropped is counted."""
 
 import pytest
-from conftest import assistant, tokens_of, trained_texts, user
 
 from longtune.data import load_dataset
 from longtune.errors import UserError
+from tests.data.support import assistant, tokens_of, trained_texts, user
 
 LONG = {"text": "word1 the answer is 7 and so on " * 30}
 
@@ -52,13 +52,12 @@ def test_split_is_for_text_rows(write, tokenizer):
 
 
 def test_prompt_longer_than_the_limit_is_dropped_not_trained_on_one_prompt_token(write, tokenizer):
-    rows = ({"prompt": "word1 " * 60, "completion": "the answer"}, {"messages": [user("q " * 60), assistant("a")]})
-    for row in rows:
-        path = write(row, {**row, "prompt": "word1", "messages": [user("q"), assistant("a")]})
-        if "prompt" not in row:
-            path = write(row, {"messages": [user("q"), assistant("a")]})
-        else:
-            path = write(row, {"prompt": "word1", "completion": " the answer"})
+    rows = (
+        ({"prompt": "word1 " * 60, "completion": "the answer"}, {"prompt": "word1", "completion": " the answer"}),
+        ({"messages": [user("q " * 60), assistant("a")]}, {"messages": [user("q"), assistant("a")]}),
+    )
+    for long, short in rows:
+        path = write(long, short)
         data = load_dataset(path, tokenizer, max_tokens=30, overlong="truncate_right")
         assert data.report.dropped == {"no trained token left after the cut": 1}
         assert len(data) == 1
@@ -72,5 +71,5 @@ def test_truncate_left_keeps_the_answer(write, tokenizer):
 
 
 def test_nothing_left_is_an_error(write, tokenizer):
-    with pytest.raises(UserError, match="no row is left to train on.*1 longer than max_tokens"):
+    with pytest.raises(UserError, match=r"no row is left to train on.*1 longer than max_tokens"):
         load_dataset(write(LONG), tokenizer, max_tokens=5, overlong="drop")

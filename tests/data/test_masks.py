@@ -1,11 +1,11 @@
 """Which tokens of a conversation are trained, under every kind of template."""
 
 import pytest
-from conftest import CHATML, CHATML_GENERATION, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 from longtune.data import load_dataset
 from longtune.errors import UserError
 from longtune.tree import Forest
+from tests.data.support import CHATML, CHATML_GENERATION, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 END = "<|im_end|>"
 TALK = [user("one"), assistant("first answer"), user("two"), assistant("second answer")]
@@ -110,7 +110,10 @@ def test_only_the_end_of_turn_token_ends_an_answer(write):
 
 
 def test_turns_without_an_end_get_eos(write):
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    plain = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     tokenizer = make_tokenizer(plain)
     tree = load(TALK, write, tokenizer).trees[0]
     assert sum(token == tokenizer.eos_token_id for token in tree.targets.token.tolist()) == 2

@@ -1,11 +1,11 @@
 """Preference rows: every format gives the same tree; sharing, its limits, and bad pairs."""
 
 import pytest
-from conftest import CHATML, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 from longtune.data import load_dataset
 from longtune.errors import UserError
 from longtune.tree import PROMPT, Forest
+from tests.data.support import CHATML, assistant, make_tokenizer, tokens_of, trained_texts, user
 
 END = "<|im_end|>"
 CHOSEN, REJECTED = [assistant("good answer")], [assistant("bad answer")]

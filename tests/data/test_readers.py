@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import assistant, user
 
 from longtune.data import load_dataset, split_sources
 from longtune.errors import UserError
+from tests.data.support import assistant, user
 
 ROWS = [{"text": f"row number {i}, naïve 日本"} for i in range(7)]
 

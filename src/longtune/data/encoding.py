@@ -209,16 +209,19 @@ class Encoder:
         added token that both have; only that tail is encoded again.
         """
         prompt = mark.prompt or ""
-        same = os.path.commonprefix((prompt, draft.text)) if not draft.text.startswith(prompt) else prompt
+        same = len(prompt)
+        if not draft.text.startswith(prompt):
+            pairs = enumerate(zip(prompt, draft.text, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), len(draft.text))
         if not same:
             return 0, not prompt
         first = 0
         char = 0
         if self._fast is not None and added.size:
-            limit = self._token_at(encoding, len(same), len(draft.text), len(ids))
+            limit = self._token_at(encoding, same, len(draft.text), len(ids))
             for token in added[: np.searchsorted(added, limit)][::-1]:
                 chars = encoding.token_to_chars(int(token))
-                if chars is not None and chars[1] <= len(same) and chars[1] > chars[0]:
+                if chars is not None and chars[1] <= same and chars[1] > chars[0]:
                     first, char = int(token), chars[0]
                     break
         key = (prompt[char:], special and first == 0)

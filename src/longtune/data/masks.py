@@ -68,9 +68,8 @@ class Masker:
             template_kwargs=row.template_kwargs,
         )
         weighted = any(weight is not None for weight in row.message_weights)
-        if self.train_on in ("completion", "all") or (
-            not weighted and (len(answer) == 1 or self.train_on == "last" and answer[-1]["role"] == "assistant")
-        ):
+        ends = len(answer) == 1 or (self.train_on == "last" and answer[-1]["role"] == "assistant")
+        if self.train_on in ("completion", "all") or (ends and not weighted):
             split = len(row.prompt) if self.train_on != "last" else len(whole.messages) - 1
             return [self.answer_draft(whole, split, everything=self.train_on == "all")]
         return self._chat(whole, first=len(row.prompt))

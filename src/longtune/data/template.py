@@ -6,7 +6,6 @@ they want tool calls and content is found by small probes, once for a template. 
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cached_property
 from typing import Any
@@ -155,8 +154,10 @@ class Template:
         turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
         last = self._specials_after(self._try(turns), 2)
         middle = self._specials_after(self._try([*turns, turns[0]]), 2)
-        common = os.path.commonprefix([last, middle])
-        return common[-1] if common else next(iter(last), None)
+        ends = next(
+            (i for i, (a, b) in enumerate(zip(last, middle, strict=False)) if a != b), min(len(last), len(middle))
+        )
+        return last[max(ends - 1, 0)] if last else None
 
     def _specials_after(self, text: str | None, count: int) -> list[str]:
         """Special tokens behind the `count`-th probe word, up to the next one."""
