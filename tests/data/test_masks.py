@@ -69,6 +69,7 @@ def test_history_rewritten_by_the_template_trains_every_turn_in_its_own_context(
     assert "<think></think>second answer" + END in "".join(answers)
     assert "first answer" + END in "".join(answers) and "".join(answers).count("first answer") == 1
     assert any("rewrites history" in note for note in data.report.notes)
+    assert data.branched and not load(TALK[:2], write, tokenizer).branched
     contexts = {context_of(tree, tokenizer, t) for t in range(len(tree.targets))}
     prompt = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     assert any(context == prompt for context in contexts)
@@ -157,3 +158,11 @@ def test_text_left_out_by_the_template_is_noted(write):
     tokenizer = make_tokenizer(CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}"))
     data = load([user("q"), assistant("<think>hm</think>a")], write, tokenizer)
     assert any("leaves out text" in note for note in data.report.notes)
+
+
+def test_tokenizer_without_eos_is_refused_where_eos_is_needed(write):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    for row in ({"text": "some text"}, {"prompt": "p", "completion": "c"}):
+        with pytest.raises(UserError, match="would never stop"):
+            load_dataset(write(row), tokenizer)

@@ -176,3 +176,21 @@ def test_settings_are_checked_together(write, tokenizer):
     with pytest.raises(UserError) as caught:
         load_dataset(write({"text": "x"}), tokenizer, method="ppo", train_on="some", overlong="cut", max_tokens=1)
     assert len(caught.value.problems) == 4
+
+
+def test_unknown_hub_names_are_user_errors(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def load(name, split):
+        raise ConnectionError(f"offline: {name} {split}")
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(UserError, match="offline: someone/some-data test"):
+        load_dataset("someone/some-data:test", tokenizer)
+
+
+def test_hub_rows_are_read_with_their_place(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: ROWS)
+    data = load_dataset("someone/some-data", tokenizer)
+    assert [tree.row for tree in data.trees][:2] == ["someone/some-data:row 1", "someone/some-data:row 2"]

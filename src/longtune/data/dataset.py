@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -29,6 +30,9 @@ from longtune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from longtune.tree import Tree
+
+Drafted = tuple[str, Row, list[Draft]]
+"""A row with its place and drafts."""
 
 OVERLONG = ("error", "drop", "truncate_left", "truncate_right", "split")
 METHODS = ("sft", "dpo", "orpo", "simpo")
@@ -86,6 +90,11 @@ class Dataset:
         return len(self.examples)
 
     @property
+    def branched(self) -> bool:
+        """True when some example is more than one sequence: a pair, or a conversation whose history is rewritten."""
+        return any(len(example.pieces) > 1 for example in self.examples)
+
+    @property
     def times(self) -> list[float] | None:
         """How many times each example is seen in an epoch; None when it is once for all."""
         if all(weight == 1.0 for _, _, weight in self.sampling):
@@ -127,7 +136,7 @@ def load_dataset(
         UserError: every problem found, the first three of each kind with their places.
     """
     _check_settings(locals())
-    settings = {
+    settings: dict[str, Any] = {
         "method": method,
         "train_on": train_on,
         "max_tokens": max_tokens,
@@ -144,12 +153,13 @@ def load_dataset(
     sampling: list[tuple[int, int, float]] = []
     for source in resolve(sources):
         first = len(examples)
-        for batch in _batches(loader.rows(source, names), _BATCH):
-            examples += loader.examples(batch)
+        for batch, sequences in _ahead(encoder, _batches(loader.rows(source, names), _BATCH)):
+            examples += loader.examples(batch, sequences)
             if progress is not None:
                 progress(loader.report.rows)
         sampling.append((first, len(examples), source.weight))
     loader.finish(examples)
+    settings["sampling"] = sampling
     return Dataset(examples, loader.report, _fingerprint(examples, settings), tuple(sampling))
 
 
@@ -191,7 +201,7 @@ class _Loader:
         self.problems = Problems()
         self._tools_seen: dict[str, bool] = {}
 
-    def rows(self, source: Source, names: Mapping[str, str]) -> Iterator[tuple[str, Row, list[Draft]]]:
+    def rows(self, source: Source, names: Mapping[str, str]) -> Iterator[Drafted]:
         """Rows of a source with their drafts; bad ones go to the problems."""
         kinds: dict[str, list[str]] = {}
         unseen = set(names)
@@ -251,13 +261,13 @@ class _Loader:
             if not self._tools_seen.get(key, True):
                 self.report.notes["the chat template leaves the list of tools out"] += 1
 
-    def examples(self, batch: list[tuple[str, Row, list[Draft]]]) -> list[Example]:
-        """Examples of a batch of rows."""
-        sequences = iter(self.encoder.encode([draft for _, _, drafts in batch for draft in drafts]))
+    def examples(self, batch: list[Drafted], sequences: list[Sequence_]) -> list[Example]:
+        """Examples of a batch of rows, whose drafts have become the sequences."""
+        rest = iter(sequences)
         found: list[Example] = []
         for place, row, drafts in batch:
             try:
-                found += self._examples(place, row, [next(sequences) for _ in drafts])
+                found += self._examples(place, row, [next(rest) for _ in drafts])
             except RowError as error:
                 self._bad(place, error)
         return found
@@ -342,8 +352,21 @@ class _Loader:
                 report.saved += sum(len(q.ids) for q in example.sequences) - example.size
 
 
-def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    batch: list[Any] = []
+def _ahead(encoder: Encoder, batches: Iterator[list[Drafted]]) -> Iterator[tuple[list[Drafted], list[Sequence_]]]:
+    """Batches with their sequences; one batch is encoded (in the tokenizer's threads) while the next is rendered."""
+    with ThreadPoolExecutor(1) as pool:
+        before: tuple[list[Drafted], Future[list[Sequence_]]] | None = None
+        for batch in batches:
+            encoding = pool.submit(encoder.encode, [draft for _, _, drafts in batch for draft in drafts])
+            if before is not None:
+                yield before[0], before[1].result()
+            before = batch, encoding
+        if before is not None:
+            yield before[0], before[1].result()
+
+
+def _batches(items: Iterator[Drafted], size: int) -> Iterator[list[Drafted]]:
+    batch: list[Drafted] = []
     for item in items:
         batch.append(item)
         if len(batch) == size:

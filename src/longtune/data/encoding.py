@@ -7,7 +7,6 @@ encoding; a stretch marked by a template takes every token that it overlaps. Tem
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,8 +138,6 @@ class Encoder:
             return []
         if self._fast is None:
             return [_Slow(self, text, special) for text in texts]
-        # Threads were asked for here; without this, transformers' loaders may have left a warning about forks behind.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return self._fast.encode_batch(texts, add_special_tokens=special)
 
     def ids(self, text: str, special: bool = False) -> np.ndarray:

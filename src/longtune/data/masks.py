@@ -58,7 +58,9 @@ class Masker:
             text = row.prompt + answer
             if self.train_on == "all":
                 return [_everything(text, special=True, eos=self.encoder.has_eos())]
-            return [Draft(text, [Mark(len(row.prompt), prompt=row.prompt)], add_special=True, eos=True)]
+            return [
+                Draft(text, [Mark(len(row.prompt), prompt=row.prompt)], add_special=True, eos=self.encoder.has_eos())
+            ]
         assert isinstance(answer, list)
         whole = Row(
             "chat",

@@ -22,8 +22,7 @@ def pair_drafts(row: Row, masker: Masker) -> list[Draft]:
         if isinstance(row.prompt, str):
             assert isinstance(answer, str)
             mark = Mark(len(row.prompt), None, 1.0, index, row.prompt)
-            masker.encoder.has_eos()
-            drafts.append(Draft(row.prompt + answer, [mark], add_special=True, eos=True))
+            drafts.append(Draft(row.prompt + answer, [mark], add_special=True, eos=masker.encoder.has_eos()))
         else:
             assert isinstance(answer, list)
             whole = Row("chat", messages=row.prompt + answer, tools=row.tools, template_kwargs=row.template_kwargs)

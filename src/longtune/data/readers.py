@@ -10,7 +10,6 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -192,8 +191,8 @@ def parse_json_text(value: Any) -> Any:
     """Columns of CSV (and some parquet) files hold JSON as text: the parsed list or object, else the value."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
             return value
     return value
 
