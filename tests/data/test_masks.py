@@ -166,3 +166,10 @@ def test_tokenizer_without_eos_is_refused_where_eos_is_needed(write):
     for row in ({"text": "some text"}, {"prompt": "p", "completion": "c"}):
         with pytest.raises(UserError, match="would never stop"):
             load_dataset(write(row), tokenizer)
+
+
+def test_generation_block_without_the_end_is_noted(write):
+    template = CHATML_GENERATION.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    data = load(TALK, write, make_tokenizer(template))
+    assert any("may never stop" in note for note in data.report.notes)
+    assert not load(TALK, write, make_tokenizer(CHATML_GENERATION)).report.notes

@@ -100,7 +100,9 @@ class Encoder:
         self._fast = tokenizer._tokenizer if getattr(tokenizer, "is_fast", False) else None
         self._eos: int | None = tokenizer.eos_token_id
         self._bos: int | None = tokenizer.bos_token_id
-        self._added = np.array(sorted(getattr(tokenizer, "added_tokens_decoder", {})), dtype=np.int32)
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added_text = {index: token.content for index, token in added.items()}
+        self._added = np.array(sorted(added), dtype=np.int32)
         self._tails: dict[tuple[str, bool], np.ndarray] = {}
         if self._fast is not None:
             # A tokenizer remembers the last call's truncation and padding; ours must not inherit them.
@@ -210,15 +212,16 @@ class Encoder:
         if not draft.text.startswith(prompt):
             pairs = enumerate(zip(prompt, draft.text, strict=False))
             same = next((i for i, (a, b) in pairs if a != b), len(draft.text))
-        if not same:
-            return 0, not prompt
         first = 0
         char = 0
         if self._fast is not None and added.size:
             limit = self._token_at(encoding, same, len(draft.text), len(ids))
             for token in added[: np.searchsorted(added, limit)][::-1]:
                 chars = encoding.token_to_chars(int(token))
-                if chars is not None and chars[1] <= same and chars[1] > chars[0]:
+                if chars is None or chars[1] > same:
+                    continue
+                # Not where the tokenizer merely stands for something unknown with one of them.
+                if draft.text[chars[0] : chars[1]].strip() == self._added_text[int(ids[token])].strip():
                     first, char = int(token), chars[0]
                     break
         key = (prompt[char:], special and first == 0)

@@ -19,6 +19,7 @@ TRAIN_ON = ("assistant", "last", "all", "completion")
 NOTHING = "no trained token"
 _SEAM = "the template renders the end of the prompt differently once the answer follows"
 _HISTORY = "the template rewrites history: some turns are trained in a branch of their own"
+_NO_END = "the template's generation block leaves out the end-of-turn token: a tuned model may never stop"
 _CHANGED = "the template changes or leaves out text of an answer"
 
 
@@ -157,6 +158,8 @@ class Masker:
                 )
             end = self.template.turn_end(text, marks[0].start)
             turn = _Turn(text[: end or marks[-1].end], marks, len(earlier), eos=False)
+            if end is None or (marks[-1].end or 0) < end:
+                turn.notes.append(_NO_END)
         elif not text.startswith(prompt):
             raise RowError(
                 "template not consistent",
