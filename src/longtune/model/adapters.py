@@ -95,6 +95,9 @@ def add_lora(
     )
     with _undisturbed():
         wrapped = cast(PeftModel, get_peft_model(model, config))
+    adapted = {name for name, _ in _lora_layers(wrapped)}
+    if adapted != set(names):
+        raise RuntimeError(f"PEFT adapted other modules than were chosen: {sorted(adapted ^ set(names))[:5]}")
     _draw_a(wrapped, seed)
     return wrapped
 
@@ -104,6 +107,7 @@ def _undisturbed() -> Iterator[None]:
     """PEFT's injection draws A from the global generator, and asks transformers for an attribute that is going away."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # `load_adapter` raises instead.
         yield
 
 
@@ -297,7 +301,7 @@ def _read_config(path: Path) -> LoraConfig:
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path / _WEIGHTS, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OSError) as error:
         raise UserError(Problem(str(path / _WEIGHTS), f"can't be read ({error})", "save or copy it again")) from error
 

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Collection, Sequence
 
+from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,9 +27,10 @@ def choose_targets(
 
     Args:
         model: a causal LM without adapters.
-        targets: "all-linear" (every linear inside the decoder layers); or names, each either the end of a module's
-            name ("q_proj", "self_attn.q_proj") or a regular expression for the whole of it. Routers and experts
-            that are stored as plain tensors aren't modules, and so are never among them.
+        targets: "all-linear" (every linear inside the decoder layers, but for those that `unnameable` lists); or
+            names, each either the end of a module's name ("q_proj", "self_attn.q_proj") or a regular expression for
+            the whole of it. Routers and experts that are stored as plain tensors aren't modules, and so are never
+            among them.
         layers: "all", "last N", or layer numbers (negative ones count from the end).
 
     Raises:
@@ -42,14 +44,15 @@ def choose_targets(
             number = name[len(prefix) + 1 :].split(".", 1)[0]
             if int(number) in chosen_layers:
                 linears.append(name)
+    refused = unnameable(model)
     if targets == ALL_LINEAR:
-        return linears
+        return [name for name in linears if _end(name) not in refused]
     patterns = [targets] if isinstance(targets, str) else list(targets)
     problems: list[Problem] = []
     chosen: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
-            chosen.update(linears)
+            chosen.update(name for name in linears if _end(name) not in refused)
             continue
         try:
             found = [name for name in linears if _matches(pattern, name)]
@@ -60,6 +63,9 @@ def choose_targets(
         outside = _first_refusal(model, pattern, prefix, [] if found else linears)
         if outside is not None:
             problems.append(outside)
+        if lost := sorted({_end(name) for name in found} & refused):
+            reason = f"on {model.config.model_type}, PEFT takes {', '.join(lost)} for experts, not for linears"
+            problems.append(Problem(f"lora.targets: {pattern}", reason, f"use {ALL_LINEAR}, which leaves them out"))
         chosen.update(found)
     if not patterns:
         problems.append(Problem("lora.targets", "is empty", f"use {ALL_LINEAR}, or name modules"))
@@ -73,9 +79,32 @@ def shortest_patterns(model: PreTrainedModel, names: Collection[str]) -> list[st
 
     Other tools read an adapter's targets more easily as short names.
     """
-    ends = {name.rsplit(".", 1)[-1] for name in names}
-    chosen = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in ends}
+    ends = {_end(name) for name in names}
+    chosen = {name for name, _ in model.named_modules() if _end(name) in ends}
     return sorted(ends if chosen == set(names) else names)
+
+
+def unnameable(model: PreTrainedModel) -> set[str]:
+    """Ends of names of linears that a PEFT configuration can't mean on this model.
+
+    Where transformers 5 stores experts as plain tensors, PEFT reads the names that their linears once had
+    (`gate_proj`, ...) as those tensors. Dense and shared MLPs of the same names can't be targets then: PEFT would load
+    such an adapter wrongly.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # A PEFT that doesn't convert.
+        return set()
+    changed = set()
+    for end in {_end(name) for name, module in model.named_modules() if is_linear(module)}:
+        config = LoraConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # Named without its fused partner.
+            changed.add(end)
+        if config.target_modules != {end}:
+            changed.add(end)
+    return changed
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
@@ -119,6 +148,10 @@ def _layer_numbers(layers: str | Sequence[int], count: int) -> set[int]:
     return {number % count for number in layers}
 
 
+def _end(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
 def _matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
 
@@ -146,6 +179,6 @@ def _first_refusal(model: PreTrainedModel, pattern: str, prefix: str, linears: S
         return Problem(
             place, f"{name} is a {type(module).__name__}, not a linear", f"use {ALL_LINEAR}, or name linears"
         )
-    ends = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    ends = sorted({_end(name) for name in linears})
     near = difflib.get_close_matches(pattern.rsplit(".", 1)[-1], ends, n=3, cutoff=0.4) or ends
     return Problem(place, "matches no module", f"did you mean {', '.join(near)}?")
