@@ -153,7 +153,7 @@ def test_unsupported_rows_come_with_advice(row, advice, write, tokenizer):
 
 def test_mixed_formats_are_named_with_their_rows(write, tokenizer):
     path = write({"text": "t"}, {"text": "u"}, {"prompt": "p", "completion": "c"})
-    with pytest.raises(UserError, match=r"text at .*:1, .*:2; prompt-completion at .*:3"):
+    with pytest.raises(UserError, match=r"2 of text, at .*:1, .*:2; 1 of prompt-completion, at .*:3"):
         load_dataset(path, tokenizer)
 
 

@@ -70,6 +70,9 @@ def test_history_rewritten_by_the_template_trains_every_turn_in_its_own_context(
     assert "first answer" + END in "".join(answers) and "".join(answers).count("first answer") == 1
     assert any("rewrites history" in note for note in data.report.notes)
     assert data.branched and not load(TALK[:2], write, tokenizer).branched
+    apart = load(TALK, write, tokenizer, prompt_sharing="off").trees[0]
+    assert [node.parent for node in apart.nodes] == [-1, -1]
+    assert sorted(apart.targets.token.tolist()) == sorted(tree.targets.token.tolist())
     contexts = {context_of(tree, tokenizer, t) for t in range(len(tree.targets))}
     prompt = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     assert any(context == prompt for context in contexts)

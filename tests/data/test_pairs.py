@@ -173,6 +173,10 @@ def test_truncation_treats_the_pair_as_one_tree(write, tokenizer):
     assert right.nodes[2].tokens.tolist() == whole.nodes[2].tokens.tolist()[:-10]
     dropped = load_dataset(write(LONG, PAIR), tokenizer, method="dpo", max_tokens=limit, overlong="drop").report
     assert dropped.dropped == {"longer than max_tokens": 1}
+    alike = write({**LONG, "chosen": [assistant("bad " * 20 + "end")], "rejected": [assistant("bad " * 20 + "fin")]})
+    with pytest.raises(UserError, match="1 answers equal after the cut"):
+        load_dataset(alike, tokenizer, method="dpo", max_tokens=limit - 40, overlong="truncate_right")
+    path = write(LONG)
     with pytest.raises(UserError, match="only text rows can be split"):
         load_dataset(path, tokenizer, method="dpo", max_tokens=limit, overlong="split")
 

@@ -176,6 +176,8 @@ def test_settings_are_checked_together(write, tokenizer):
     with pytest.raises(UserError) as caught:
         load_dataset(write({"text": "x"}), tokenizer, method="ppo", train_on="some", overlong="cut", max_tokens=1)
     assert len(caught.value.problems) == 4
+    with pytest.raises(UserError, match="no meaning under dpo"):
+        load_dataset(write({"text": "x"}), tokenizer, method="dpo", train_on="last")
 
 
 def test_unknown_hub_names_are_user_errors(tokenizer, monkeypatch, tmp_path):

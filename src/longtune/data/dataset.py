@@ -19,7 +19,7 @@ from longtune.data import formats, trees
 from longtune.data.encoding import Draft, Encoder, Sequence_
 from longtune.data.masks import NOTHING, TRAIN_ON, Masker
 from longtune.data.pairs import pair_drafts
-from longtune.data.problems import Problems, RowError
+from longtune.data.problems import SHOWN, Problems, RowError
 from longtune.data.readers import Record, read
 from longtune.data.report import Report
 from longtune.data.rows import Row
@@ -179,6 +179,8 @@ def _check_settings(given: Mapping[str, Any]) -> None:
     limit = given["max_tokens"]
     if limit is not None and limit < 2:
         problems.append(Problem("max_tokens", f"must be at least 2, got {limit}"))
+    if given["method"] in METHODS and given["method"] not in formats.SUPERVISED and given["train_on"] != "assistant":
+        problems.append(Problem("train_on", f"has no meaning under {given['method']}, which trains both answers whole"))
     if problems:
         raise UserError(problems)
 
@@ -203,7 +205,7 @@ class _Loader:
 
     def rows(self, source: Source, names: Mapping[str, str]) -> Iterator[Drafted]:
         """Rows of a source with their drafts; bad ones go to the problems."""
-        kinds: dict[str, list[str]] = {}
+        seen: dict[str, list[str]] = {}
         unseen = set(names)
         for place, record in read(source):
             self.report.rows += 1
@@ -213,7 +215,7 @@ class _Loader:
                 unseen -= record.keys()
                 record = formats.rename(record, names)
                 name = formats.detect(record, self.method)
-                kinds.setdefault(name, []).append(place) if len(kinds.get(name, ())) < 3 else None
+                seen.setdefault(name, []).append(place)
                 self._count(name, record)
                 row = formats.read_row(record, name)
                 drafts = pair_drafts(row, self.masker) if row.kind == "preference" else self.masker.drafts(row)
@@ -225,15 +227,15 @@ class _Loader:
         if unseen:
             missing = ", ".join(sorted(unseen))
             self.problems.add(source.name, RowError("unknown column", f"no row has the mapped column {missing}"))
-        self._check_mixed(source, kinds)
+        self._check_mixed(source, seen)
 
-    def _check_mixed(self, source: Source, kinds: dict[str, list[str]]) -> None:
-        if len(kinds) < 2:
+    def _check_mixed(self, source: Source, seen: dict[str, list[str]]) -> None:
+        if len(seen) < 2:
             return
         if self.bad_rows == "drop":
-            self.report.notes[f"{source.name} mixes formats"] += sum(map(len, kinds.values()))
+            self.report.notes[f"{source.name} mixes formats"] += sum(map(len, seen.values()))
             return
-        told = "; ".join(f"{name} at {', '.join(places)}" for name, places in kinds.items())
+        told = "; ".join(f"{len(places):,} of {name}, at {', '.join(places[:SHOWN])}" for name, places in seen.items())
         self.problems.add(
             source.name,
             RowError("mixed formats", f"rows of several formats: {told}", "keep one format in a source"),
@@ -292,8 +294,12 @@ class _Loader:
             self.report.truncated += 1
         if not pair:
             sequences = [sequence for sequence in sequences if sequence.trained]
-            return [Example.of(place, row.weight, sequences)]
+            return [Example.of(place, row.weight, sequences, None if self.prompt_sharing == "tree" else 0)]
         if any(np.array_equal(sequences[0].ids, other.ids) for other in sequences[1:]):
+            if longest > (self.max_tokens or longest):
+                self.report.truncated -= 1
+                self.report.dropped["answers equal after the cut"] += 1
+                return []
             raise RowError(
                 "equal answers", "chosen and rejected are equal in tokens", "nothing is preferred: take the row out"
             )
