@@ -1,4 +1,4 @@
-"""Shared by the tests: tiny random models, an fp64-clean llama, and the oracle (plain autograd, one sequence at a time)."""
+"""Shared by the tests: tiny random models, an fp64-clean llama, and the oracle (plain autograd on each sequence)."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def oracle_log_probs(model: nn.Module, forest: Forest) -> torch.Tensor:
     """Log-probs of a forest's targets by the unmodified model: every root-to-leaf path as a sequence of its own."""
     out: list[torch.Tensor | None] = [None] * len(forest.targets)
     device = next(model.parameters()).device
-    for number, placed in enumerate(forest._placed):
+    for number in range(len(forest._placed)):
         if any(other.parent == number for other in forest._placed):
             continue
         columns = torch.cat([torch.arange(a, b) for a, b in forest.path(number)])
@@ -226,7 +226,10 @@ def worst(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> floa
     """Largest relative difference over all tensors; both must have the same names."""
     assert ours.keys() == truth.keys(), sorted(ours.keys() ^ truth.keys())[:5]
     return max(
-        float(torch.linalg.norm(ours[n].double() - truth[n].double()) / torch.linalg.norm(truth[n].double()).clamp(min=1e-12))
+        float(
+            torch.linalg.norm(ours[n].double() - truth[n].double())
+            / torch.linalg.norm(truth[n].double()).clamp(min=1e-12)
+        )
         for n in truth
     )
 

@@ -135,7 +135,9 @@ class AttentionPort:
             if kwargs.get(name) is not None:
                 raise UserError(Problem(type(module).__name__, f"attention with `{name}` is not supported"))
         if s_aux is not None and s_aux.requires_grad:
-            raise UserError(Problem(type(module).__name__, "trainable attention sinks are not supported", "freeze them"))
+            raise UserError(
+                Problem(type(module).__name__, "trainable attention sinks are not supported", "freeze them")
+            )
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         score = Score(scale, softcap, sliding_window, s_aux)
         if self.probe is not None:

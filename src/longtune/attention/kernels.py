@@ -98,8 +98,8 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Masked scores in fp32 (fp64), and d(score)/d(raw score) where softcap makes it other than one."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        folded = _fold(q, k.shape[1])
-        scores = torch.matmul(folded, k.transpose(2, 3)).to(wide) * scale
+        # Widened before the product: scores rounded to bf16 would cost more precision than any fused kernel does.
+        scores = torch.matmul(_fold(q, k.shape[1]).to(wide), k.to(wide).transpose(2, 3)) * scale
         slope = None
         if softcap is not None:
             bent = torch.tanh(scores / softcap)
@@ -129,8 +129,8 @@ class Reference:
             seen = self._mask(rows, k_BKTD.shape[2], causal, mask, q.device)
             scores, _ = self._scores(q, k_BKTD, scale, softcap, seen)
             total = torch.logsumexp(scores, dim=-1)
-            weights = torch.exp(scores - total[..., None]).to(v_BKTE.dtype)
-            out[:, :, rows] = torch.matmul(weights, v_BKTE).reshape(B, H, -1, v_BKTE.shape[3])
+            weights = torch.exp(scores - total[..., None])
+            out[:, :, rows] = torch.matmul(weights, v_BKTE.to(wide)).reshape(B, H, -1, v_BKTE.shape[3])
             lse[:, :, rows] = total.reshape(B, H, -1)
         return out, lse
 
@@ -144,19 +144,19 @@ class Reference:
         dv = torch.zeros_like(v_BKTE, dtype=wide)
         for rows in self._rows(q_BHSD, k_BKTD):
             q = q_BHSD[:, :, rows]
-            dout = _fold(dout_BHSE[:, :, rows], heads)
+            dout = _fold(dout_BHSE[:, :, rows], heads).to(wide)
             seen = self._mask(rows, k_BKTD.shape[2], causal, mask, q.device)
             scores, slope = self._scores(q, k_BKTD, scale, softcap, seen)
             lse = lse_BHS[:, :, rows].reshape(*scores.shape[:3])
             weights = torch.exp(scores - lse[..., None])
-            dv += torch.matmul(weights.to(dout.dtype).transpose(2, 3), dout)
-            delta = (dout.to(wide) * _fold(out_BHSE[:, :, rows], heads).to(wide)).sum(-1, keepdim=True)
-            dscores = weights * (torch.matmul(dout, v_BKTE.transpose(2, 3)).to(wide) - delta)
+            dv += torch.matmul(weights.transpose(2, 3), dout)
+            delta = (dout * _fold(out_BHSE[:, :, rows], heads).to(wide)).sum(-1, keepdim=True)
+            dscores = weights * (torch.matmul(dout, v_BKTE.to(wide).transpose(2, 3)) - delta)
             if slope is not None:
                 dscores *= slope
-            dscores = (dscores * scale).to(q.dtype)
-            dq[:, :, rows] = torch.matmul(dscores, k_BKTD).reshape(q.shape)
-            dk += torch.matmul(dscores.transpose(2, 3), _fold(q, heads))
+            dscores *= scale
+            dq[:, :, rows] = torch.matmul(dscores, k_BKTD.to(wide)).reshape(q.shape)
+            dk += torch.matmul(dscores.transpose(2, 3), _fold(q, heads).to(wide))
         return dq, dk.to(k_BKTD.dtype), dv.to(v_BKTE.dtype)
 
 
@@ -251,9 +251,7 @@ class CudaFlash(_EqualWidth):
         if mask is not None:
             return _REFERENCE.backward(dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS, scale=scale, mask=mask)
         D, E = q_BHSD.shape[3], v_BKTE.shape[3]
-        dout, q, k, v, out = (
-            self.widen(x, D).transpose(1, 2) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE)
-        )
+        dout, q, k, v, out = (self.widen(x, D).transpose(1, 2) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE))
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,
@@ -280,19 +278,28 @@ class Cudnn(_EqualWidth):
 
     torch caches cuDNN's compiled backward under a key without the memory layout of grad_out, so a layout seen
     first is baked in for its shape and another layout later gives wrong gradients. Every tensor is therefore brought to
-    one layout (dense [B, S, H, D] behind a transposed view) before each call.
+    one layout (dense [B, S, H, D] behind a transposed view) before each call. A graph is compiled for every new shape
+    too, and there is none for a single token: blocks whose sides are not multiples of `grain` go to FlashAttention-2.
     """
 
     name = "cudnn"
     supports_softcap = False
+
+    def __init__(self, grain: int = 512):
+        self.grain = grain
+
+    def _elsewhere(self, q_BHSD: torch.Tensor, k_BKTD: torch.Tensor, mask: torch.Tensor | None) -> Kernel | None:
+        if mask is not None:
+            return _REFERENCE
+        return _CUDA_FLASH if q_BHSD.shape[2] % self.grain or k_BKTD.shape[2] % self.grain else None
 
     @staticmethod
     def _layout(x_BHSD: torch.Tensor) -> torch.Tensor:
         return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
     def forward(self, q_BHSD, k_BKTD, v_BKTE, *, scale, causal=False, mask=None, softcap=None):
-        if mask is not None:
-            return _REFERENCE.forward(q_BHSD, k_BKTD, v_BKTE, scale=scale, mask=mask)
+        if other := self._elsewhere(q_BHSD, k_BKTD, mask):
+            return other.forward(q_BHSD, k_BKTD, v_BKTE, scale=scale, causal=causal, mask=mask)
         D, E = q_BHSD.shape[3], v_BKTE.shape[3]
         q, k, v = (self._layout(self.widen(x, D)) for x in (q_BHSD, k_BKTD, v_BKTE))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -303,12 +310,11 @@ class Cudnn(_EqualWidth):
     def backward(
         self, dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS, *, scale, causal=False, mask=None, softcap=None
     ):
-        if mask is not None:
-            return _REFERENCE.backward(dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS, scale=scale, mask=mask)
+        if other := self._elsewhere(q_BHSD, k_BKTD, mask):
+            given = (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS)
+            return other.backward(*given, scale=scale, causal=causal, mask=mask)
         D, E = q_BHSD.shape[3], v_BKTE.shape[3]
-        dout, q, k, v, out = (
-            self._layout(self.widen(x, D)) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE)
-        )
+        dout, q, k, v, out = (self._layout(self.widen(x, D)) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout,
@@ -332,3 +338,4 @@ class Cudnn(_EqualWidth):
 
 
 _REFERENCE = Reference()
+_CUDA_FLASH = CudaFlash()

@@ -2,9 +2,9 @@
 
 A chunk's queries see, for each span, all earlier tokens of the span's path and the span itself up to the query. The
 earlier tokens are column ranges of the KV store; each range is attended in blocks of at most `block_keys` keys, the
-span's own square causally, and the parts are merged by log-sum-exp. A sliding window cuts the path, not the row: queries
-are then taken in short blocks, each over the few keys that it can see. Sinks are one more term of the softmax's
-denominator, so they only rescale the merged output. No score matrix is larger than a kernel's block.
+span's own square causally, and the parts are merged by log-sum-exp. A sliding window cuts the path, not the row:
+queries are then taken in short blocks, each over the few keys that it can see. Sinks are one more term of the
+softmax's denominator, so they only rescale the merged output. No score matrix is larger than a kernel's block.
 """
 
 from __future__ import annotations

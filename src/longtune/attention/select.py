@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Kernel, Reference
+from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
 from longtune.attention.path import PathAttention
 
 KERNELS: dict[str, type] = {

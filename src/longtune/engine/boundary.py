@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,7 +53,7 @@ class HostStore:
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[Hashable, torch.Tensor] = {}
-        self._coming: dict[Hashable, tuple[torch.Tensor, torch.cuda.Event]] = {}
+        self._coming: dict[Hashable, tuple[torch.Tensor, Any]] = {}
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:

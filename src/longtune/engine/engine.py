@@ -81,7 +81,9 @@ class Engine:
 
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)
-        self._layer_parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers]
+        self._layer_parameters: list[list[torch.Tensor]] = [
+            [p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers
+        ]
         self.random_layers = [has_dropout(layer) for layer in self.stack.layers]
         return Walk(self, forest, key, grad)
 
@@ -95,7 +97,8 @@ class Engine:
             Problem(
                 type(self.stack.model).__name__,
                 f"{self.unchunkable}; such a model runs with one sequence per row in one chunk"
-                f" (this row: {len(forest.trees)} example(s), {forest.size} tokens, chunk_tokens {self.plan.chunk_tokens})",
+                f" (this row: {len(forest.trees)} example(s), {forest.size} tokens,"
+                f" chunk_tokens {self.plan.chunk_tokens})",
                 "set batch_size 1, chunk_tokens null, and no prompt sharing",
             )
         )

@@ -12,9 +12,7 @@ from torch import nn
 
 def has_dropout(module: nn.Module) -> bool:
     """Whether any dropout inside is active."""
-    return any(
-        isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in module.modules()
-    )
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in module.modules())
 
 
 @contextmanager

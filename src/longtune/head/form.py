@@ -30,7 +30,7 @@ class HeadForm:
 
 def read_form(stack: Stack) -> HeadForm | None:
     """The closed form of the model's head, or None where there is none (or where the head itself is trained)."""
-    head = stack.model.get_output_embeddings()
+    head = stack.head_module
     if type(head) is not nn.Linear or not head.weight.is_floating_point():
         return None
     if any(p.requires_grad for p in head.parameters()):

@@ -7,7 +7,6 @@ forward and autograd, a bounded number of targets at once).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +18,7 @@ from longtune.model.stack import Stack
 class Head(Protocol):
     """Shapes: M targets, hidden [M, H], token int64 [M]; log-probs and cotangents fp32 (fp64 for an fp64 model) [M]."""
 
-    parameters: Sequence[torch.Tensor]
+    parameters: list[torch.Tensor]
     """Trainable parameters of the head."""
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
@@ -122,8 +121,7 @@ class ModelHead:
     def __init__(self, stack: Stack, chunk: int | None):
         self.stack = stack
         self.chunk = chunk
-        head = stack.model.get_output_embeddings()
-        self.parameters: list[torch.Tensor] = [p for p in head.parameters() if p.requires_grad]
+        self.parameters: list[torch.Tensor] = [p for p in stack.head_module.parameters() if p.requires_grad]
 
     def _pieces(self, count: int) -> list[slice]:
         step = self.chunk or max(count, 1)

@@ -1,15 +1,16 @@
 """`longtune.stream`: an existing transformers model runs its layers through the engine, behind `loss.backward()`.
 
-Two places of the model are given another forward until the handle is closed. The decoder's returns its hidden
-states from one autograd function around the walk, so whatever is put on top of it (logits, a trainer's own head) works as
-before. The causal LM's own forward, when it is given labels and not asked for logits, takes the loss from the bounded head.
+Two places of the model are given another forward until the handle is closed. The decoder's returns its hidden states
+from one autograd function around the walk, so whatever is put on top of it (logits, a trainer's own head) works as
+before. The causal LM's own forward, when it is given labels and not asked for logits, takes the loss from the bounded
+head.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -168,7 +169,7 @@ class Streamed:
         if (labels is None and shifted is None) or wants_logits or custom or self._passes(given):
             return self._model_forward(**given)
         rest = {k: v for k, v in given.items() if k not in ("labels", "shift_labels", "logits_to_keep")}
-        batch = _Batch(rest, _shift(labels) if shifted is None else shifted)
+        batch = _Batch(rest, shifted if shifted is not None else _shift(cast(torch.Tensor, labels)))
         count = given.get("num_items_in_batch")
         if count is None:
             count = len(batch.forest.targets)
@@ -228,7 +229,7 @@ class _Batch:
             Problem(f"stream: {name}", "is not supported in a streamed forward")
             for name, value in given.items()
             if name not in _HARMLESS | {"input_ids", "attention_mask", "position_ids"}
-            and (torch.is_tensor(value) or (value and not isinstance(value, (int, float, str)) or value is True))
+            and (torch.is_tensor(value) or value is True or (value and not isinstance(value, (int, float, str))))
         ]
         if input_ids is None:
             problems.append(Problem("stream: input_ids", "is missing (inputs_embeds cannot be streamed)"))
@@ -240,7 +241,9 @@ class _Batch:
         tokens = input_ids.cpu()
         mask = given.get("attention_mask")
         if mask is not None and mask.ndim != 2:
-            raise UserError(Problem("stream: attention_mask", f"has {mask.ndim} axes; only [batch, tokens] is supported"))
+            raise UserError(
+                Problem("stream: attention_mask", f"has {mask.ndim} axes; only [batch, tokens] is supported")
+            )
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
         positions = given.get("position_ids")
         if positions is None:

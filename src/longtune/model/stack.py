@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     """
     inner = model
     if not isinstance(inner, PreTrainedModel) and hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
+        inner = cast(Any, inner).get_base_model()
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
         raise UserError(
             Problem(
@@ -185,13 +185,18 @@ class Stack:
         return list(configs.values())
 
     @property
+    def head_module(self) -> nn.Module:
+        """The model's output embeddings."""
+        return cast(nn.Module, self.model.get_output_embeddings())
+
+    @property
     def device(self) -> torch.device:
         return next(self._list.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the residual stream: that of the embeddings."""
-        return self.model.get_input_embeddings().weight.dtype
+        return cast(Any, self.model.get_input_embeddings()).weight.dtype
 
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:
@@ -202,13 +207,13 @@ class Stack:
             for config, _ in before:
                 config._attn_implementation = name
             for module in checkpointed:
-                module.gradient_checkpointing = False
+                cast(Any, module).gradient_checkpointing = False
             yield
         finally:
             for config, old in before:
                 config._attn_implementation = old
             for module in checkpointed:
-                module.gradient_checkpointing = True
+                cast(Any, module).gradient_checkpointing = True
 
     @contextmanager
     def _stand_ins(self) -> Iterator[list[_StandIn]]:
@@ -297,7 +302,7 @@ class Stack:
         return output.logits[0]
 
     def learn_shared(self, calls: list[LayerCall], before: list[dict[str, int]]) -> None:
-        """Note which mapping arguments the layers filled during a real forward, and keep placeholders of the entries."""
+        """Note which mapping arguments the layers filled in a real forward, and keep placeholders of the entries."""
         for call, sizes in zip(calls, before, strict=True):
             for name, value in call.kwargs.items():
                 if isinstance(value, MutableMapping) and len(value) > sizes.get(name, 0):
