@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -218,7 +220,7 @@ def _load_pretrained(
         )
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(_explain(error, place, path, trust_remote_code)) from error
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -314,7 +316,7 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     except ImportError as error:
         raise UserError(Problem(place, f"GGUF needs a package ({_first_line(error)})", "pip install gguf")) from error
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, struct.error) as error:
         raise UserError(Problem(place, f"can't be read as GGUF: {_first_line(error)}")) from error
     return model, tokenizer
 
