@@ -11,6 +11,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from longtune import watch
 from tests.support import tiny_model
 
 TEMPLATE = (
@@ -78,11 +79,11 @@ def write_config(file: Path, model: Path, data: Path, output: Path, **train: obj
 
 
 def read_events(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return watch.read_events(run / "metrics.jsonl")
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Training loss by step; a step that was done again after a resume counts once."""
+    """Training loss by step."""
     return {event["step"]: event["loss"] for event in read_events(run) if event["event"] == "train"}
 
 

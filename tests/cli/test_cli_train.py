@@ -124,9 +124,17 @@ def test_a_killed_run_resumes_from_its_newest_checkpoint_bit_for_bit(make_config
         file.write('{"event":"train","ste')
     call("train", tmp_path / "killed", "--resume")
     assert adapter_bytes(tmp_path / "killed") == adapter_bytes(unbroken[0])
-    whole = [line for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    again = {event["step"]: event["loss"] for event in map(json.loads, whole) if event["event"] == "train"}
-    assert again == losses(unbroken[0])
+    events = read_events(tmp_path / "killed")
+    assert [event["step"] for event in events if event["event"] == "train"] == [1, 2, 3, 4, 5, 6], "no gap, none twice"
+    assert losses(tmp_path / "killed") == losses(unbroken[0])
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(make_config, unbroken, tmp_path):
+    config = make_config("early")
+    with pytest.raises(SystemExit):
+        train(load_config(config), at_step(1, sys.exit))
+    call("train", config, "--resume")
+    assert adapter_bytes(tmp_path / "early") == adapter_bytes(unbroken[0])
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(make_config, unbroken, tmp_path):

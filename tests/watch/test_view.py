@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from longtune.watch import ProgressLine, View
+from longtune.watch import ProgressLine, View, read_events
 from longtune.watch.view import duration, event_lines, number, size
 
 META = {
@@ -119,3 +119,14 @@ def test_every_event_that_ends_a_run_is_said():
     assert "--resume" in event_lines({"event": "stopped", "step": 3, "reason": "SIGINT"})[0]
     assert "nan" in event_lines({"event": "failed", "step": 3, "reason": "the loss is nan"})[0]
     assert event_lines({"event": "of a newer version"}) == []
+
+
+def test_a_log_reads_as_if_the_run_had_never_been_interrupted(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    kinds = [("meta", None), ("train", 1), ("train", 2), ("checkpoint", 2), ("train", 3), ("failed", 3)]
+    kinds += [("resumed", 2), ("train", 3), ("train", 4), ("done", 4)]
+    lines = [f'{{"event":"{kind}"' + (f',"step":{at}}}' if at else "}") for kind, at in kinds]
+    lines.insert(6, '{"event":"tra')
+    log.write_text("\n".join(lines) + "\n")
+    read = [(event["event"], event.get("step")) for event in read_events(log)]
+    assert read == [kinds[i] for i in (0, 1, 2, 3, 6, 7, 8, 9)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, run
+from longtune.cli.output import AsJson, Overrides, run
 
 _HELP = "/base and /tuned switch the adapter off and on, /new starts over, /quit leaves"
 
@@ -24,6 +24,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to TARGET, or ask it one thing with --prompt.
@@ -33,7 +34,7 @@ def chat(
     longtune chat runs/rows --prompt "Hello" --compare
     """
     asked = _Asked(base, compare, plain, system, max_tokens, temperature)
-    run(lambda: _chat(target, model, prompt, asked, as_json), as_json)
+    run(lambda: _chat(target, model, set_ or [], prompt, asked, as_json), as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,16 @@ class _Asked:
     temperature: float
 
 
-def _chat(name: str, model: str | None, prompt: str | None, asked: _Asked, as_json: bool) -> dict[str, Any]:
+def _chat(
+    name: str, model: str | None, overrides: list[str], prompt: str | None, asked: _Asked, as_json: bool
+) -> dict[str, Any]:
     from longtune.cli.options import find_target
     from longtune.errors import Problem, UserError
 
     if prompt is None and (as_json or asked.compare):
         option = "--json" if as_json else "--compare"
         raise UserError(Problem(f"chat {option}", "needs something to ask", "add --prompt TEXT"))
-    target = find_target(name, model=model)
+    target = find_target(name, model=model, overrides=overrides)
 
     from longtune.model.loading import load_model
 

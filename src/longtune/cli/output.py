@@ -7,7 +7,6 @@ signal n stopped a run after it was saved.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -38,7 +37,10 @@ def run(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         result, code = _guarded(work)
     if as_json:
-        sys.stdout.write(json.dumps({"exit_code": code, **result}, ensure_ascii=False, default=str) + "\n")
+        import orjson
+
+        # Numbers that are not finite become null: JSON has none.
+        sys.stdout.write(orjson.dumps({"exit_code": code, **result}, default=str).decode() + "\n")
         sys.stdout.flush()
     if code:
         raise typer.Exit(code)

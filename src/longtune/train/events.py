@@ -2,7 +2,8 @@
 
 Kinds: `meta` (first), `resumed`, `train`, `validation`, `checkpoint`, `warning`, and at the end `done`, `failed`
 or `stopped` (a checkpoint was saved on request and the run can be resumed). Reading them is the work of
-`longtune.watch`.
+`longtune.watch`. The file is only ever appended to: a run that resumes at step s writes `resumed` with that step,
+and takes the later ones again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,17 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def last_kind(path: Path) -> str | None:
+    """Kind of the last event in a log; None without one, or where its line is torn."""
+    if not path.exists():
+        return None
+    lines = path.read_bytes().splitlines()
+    try:
+        return orjson.loads(lines[-1])["event"] if lines else None
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from longtune.config import RunConfig, load_config
 from longtune.errors import Problem, UserError
-from longtune.train import files
+from longtune.train.events import last_kind
 
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints", "adapter")
 
@@ -72,7 +72,7 @@ class RunFolder:
         """Raises UserError where there is nothing to resume, or another run than `config` describes."""
         if not self.path.is_dir():
             raise UserError(Problem(str(self.path), "there is no run to resume", "start it without --resume"))
-        if self.metrics.exists() and files.read_json(self.metrics).get("status") == "done":
+        if last_kind(self.events) == "done":
             fix = "to train further, start a new run with init_adapter"
             raise UserError(Problem(str(self.path), "this run is done", fix))
         if not self.config.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import threading
@@ -75,19 +76,17 @@ def train(
     else:
         folder.check_new()
     prepared = prepare(config, found.folder if found else None)
-    data = {"train": prepared.train.fingerprint, "valid": prepared.valid.fingerprint if prepared.valid else None}
-    if resume and folder.environment.exists():
-        _check_data(folder, data)
-    with folder.lock(), Stopper(cancel, config.train.stop_after) as stopper:
-        if not resume:
-            folder.check_new()
-        events = EventLog(folder.events, [on_event] if on_event else [])
-        try:
-            if events.is_new:
-                _write_start(folder, config, prepared, data)
-            return _Session(config, folder, prepared, events, stopper, found).run(damaged)
-        finally:
-            events.close()
+    with contextlib.closing(prepared.engine):
+        data = {"train": prepared.train.fingerprint, "valid": prepared.valid.fingerprint if prepared.valid else None}
+        if resume and folder.environment.exists():
+            _check_data(folder, data)
+        with folder.lock(), Stopper(cancel, config.train.stop_after) as stopper:
+            if not resume:
+                folder.check_new()
+            with contextlib.closing(EventLog(folder.events, [on_event] if on_event else [])) as events:
+                if events.is_new:
+                    _write_start(folder, config, prepared, data)
+                return _Session(config, folder, prepared, events, stopper, found).run(damaged)
 
 
 class _Session:
@@ -164,8 +163,6 @@ class _Session:
         except Exception as error:
             self._failed(error)
             raise
-        finally:
-            self.engine.close()
 
     def _validate(self) -> Any:
         assert self.prepared.valid is not None
@@ -188,8 +185,10 @@ class _Session:
         last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
         reason = str(error) or type(error).__name__
         rows = error.rows if isinstance(error, RunFailed) else []
-        self.events.emit("failed", step=self.loop.progress.step, reason=reason, rows=rows, checkpoint=last)
-        files.write_json(self.folder.metrics, self._metrics("failed"))
+        # A full disk may be why the run failed: the reason must not be lost over telling it.
+        with contextlib.suppress(OSError):
+            self.events.emit("failed", step=self.loop.progress.step, reason=reason, rows=rows, checkpoint=last)
+            files.write_json(self.folder.metrics, self._metrics("failed"))
 
     def _announce(self, damaged: list[str]) -> None:
         step = self.loop.progress.step
