@@ -239,3 +239,13 @@ def test_a_run_with_options_alone(model, data, tmp_path):
 def test_a_warm_start_takes_an_adapters_weights(make_config, unbroken, tmp_path):
     call("train", make_config("warm", steps=1), "--set", f"init_adapter={unbroken[0]}")
     assert losses(tmp_path / "warm")[1] < losses(unbroken[0])[1] - 0.3
+
+
+def test_columns_of_other_names_are_mapped(model, data, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "abc", "answer": "cba"}\n')
+    arguments = ["--model", model, "--data", rows, "--output", tmp_path / "run", "--map"]
+    result = call("train", *arguments, "question=prompt,answer=completion", "--set", "train.steps=1", "--json")
+    assert json.loads(result.stdout)["step"] == 1
+    assert load_config(tmp_path / "run").columns == {"question": "prompt", "answer": "completion"}
+    assert "--map" in call("train", *arguments, "question", code=2).stderr

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, run
+from longtune.cli.output import AsJson, run, stop_code
 
 
 def demo(
@@ -29,4 +29,5 @@ def _demo(method: str, output: str) -> dict[str, Any]:
     from longtune.watch import ProgressLine
 
     with ProgressLine(Console(file=sys.stdout, highlight=False)) as progress:
-        return room.run(method=method, output=output, on_event=progress)
+        result = room.run(method=method, output=output, on_event=progress)
+    return {**result, "exit_code": stop_code(result.get("stopped"))}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, Overrides, run
+from longtune.cli.output import AsJson, Columns, Overrides, run
 
 
 def eval_(
@@ -16,6 +16,7 @@ def eval_(
     model: Annotated[str | None, typer.Option(help="The base model, if not the one the adapter names.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Use at most so many rows; all by default.")] = None,
     base: Annotated[bool, typer.Option("--base", help="Measure the model without its adapter, too.")] = False,
+    columns: Columns = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -25,16 +26,22 @@ def eval_(
     longtune eval runs/rows --base
     longtune eval smollm2 --data valid.jsonl
     """
-    run(lambda: _eval(target, data, model, rows, base, set_ or []), as_json)
+    run(lambda: _eval(target, data, model, rows, base, columns, set_ or []), as_json)
 
 
 def _eval(
-    name: str, data: str | None, model: str | None, rows: int | None, base: bool, overrides: list[str]
+    name: str,
+    data: str | None,
+    model: str | None,
+    rows: int | None,
+    base: bool,
+    columns: str | None,
+    overrides: list[str],
 ) -> dict[str, Any]:
-    from longtune.cli.options import find_target
+    from longtune.cli.options import column_overrides, find_target
     from longtune.errors import Problem, UserError
 
-    target = find_target(name, model=model, overrides=overrides)
+    target = find_target(name, model=model, overrides=[*column_overrides(columns), *overrides])
 
     from longtune.data.sources import resolve
     from longtune.engine import Engine

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, run
+from longtune.cli.output import AsJson, Columns, run
 
 _LOOKED_AT = 200
 """Records whose columns are looked at."""
@@ -38,7 +38,7 @@ def init(
     data: Annotated[str, typer.Argument(help="A file, a folder or a hub name.")],
     file: Annotated[Path, typer.Option(help="Where to write the config.")] = Path("longtune.yaml"),
     model: Annotated[str, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = "smollm2",
-    columns: Annotated[str, typer.Option("--map", help="Rename columns: theirs=ours,theirs=ours.")] = "",
+    columns: Columns = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +46,7 @@ def init(
     run(lambda: _init(data, file, model, columns, force), as_json)
 
 
-def _init(data: str, file: Path, model: str, columns: str, force: bool) -> dict[str, Any]:
+def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -> dict[str, Any]:
     from longtune.config import RunConfig
     from longtune.data.formats import parse_columns
     from longtune.data.sources import split_sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,15 @@ from longtune.errors import Problem, UserError
 def as_overrides(named: Mapping[str, str | None]) -> list[str]:
     """`key=value` overrides of the options that were given."""
     return [f"{key}={quoted(value)}" for key, value in named.items() if value is not None]
+
+
+def column_overrides(columns: str | None) -> list[str]:
+    """The override that `--map` stands for; raises UserError where it can't be read."""
+    if columns is None:
+        return []
+    from longtune.data.formats import parse_columns
+
+    return [f"columns={json.dumps(parse_columns(columns))}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +73,6 @@ def _run_adapter(run: Path) -> Path:
 
 
 def _base_of(adapter: Path) -> str:
-    import json
-
     try:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (ValueError, KeyError):

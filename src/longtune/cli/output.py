@@ -7,6 +7,7 @@ signal n stopped a run after it was saved.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as t
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the config; repeatable.")
 ]
+
+Columns = Annotated[str | None, typer.Option("--map", help="Rename columns: theirs=ours,theirs=ours.")]
 
 
 class Failed(Exception):
@@ -44,6 +47,11 @@ def run(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
         sys.stdout.flush()
     if code:
         raise typer.Exit(code)
+
+
+def stop_code(reason: str | None) -> int:
+    """Exit code of a run that stopped early for a reason: 128 + n after signal n, else 0 (it was asked for)."""
+    return next((128 + number for number in signal.Signals if number.name == reason), 0)
 
 
 def _guarded(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:

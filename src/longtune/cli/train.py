@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, Failed, Overrides, run
+from longtune.cli.output import AsJson, Columns, Failed, Overrides, run, stop_code
 
 
 def train(
@@ -17,6 +16,7 @@ def train(
     model: Annotated[str | None, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = None,
     data: Annotated[str | None, typer.Option(help="A file, a folder or a hub name.")] = None,
     output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
+    columns: Columns = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     as_json: AsJson = False,
@@ -31,17 +31,19 @@ def train(
     Ctrl-C saves a checkpoint after the step in work.
     """
     named = {"model": model, "data": data, "output": output}
-    run(lambda: _train(config, named, set_ or [], resume), as_json)
+    run(lambda: _train(config, named, columns, set_ or [], resume), as_json)
 
 
-def _train(path: Path | None, named: dict[str, str | None], overrides: list[str], resume: bool) -> dict[str, Any]:
-    from longtune.cli.options import as_overrides
+def _train(
+    path: Path | None, named: dict[str, str | None], columns: str | None, overrides: list[str], resume: bool
+) -> dict[str, Any]:
+    from longtune.cli.options import as_overrides, column_overrides
     from longtune.config import load_config
     from longtune.errors import Problem, UserError
 
     if path is None and named["data"] is None and not any(item.startswith("data=") for item in overrides):
         raise UserError(Problem("train", "neither a config nor data is named", "longtune train --data rows.jsonl"))
-    config = load_config(path, [*as_overrides(named), *overrides])
+    config = load_config(path, [*as_overrides(named), *column_overrides(columns), *overrides])
 
     from rich.console import Console
 
@@ -59,11 +61,10 @@ def _train(path: Path | None, named: dict[str, str | None], overrides: list[str]
         raise Failed(str(error)) from error
     if done.adapter is not None:
         console.print(f"talk to it: longtune chat {done.folder}", soft_wrap=True, markup=False)
-    signals = {number.name: 128 + number for number in signal.Signals}
     return {
         **done.metrics,
         "folder": str(done.folder),
         "adapter": done.adapter and str(done.adapter),
         "reason": done.reason,
-        "exit_code": signals.get(done.reason or "", 0),
+        "exit_code": stop_code(done.reason),
     }
