@@ -73,6 +73,11 @@ class Targets:
     def __len__(self) -> int:
         return self.hidden.numel()
 
+    def without_prompt(self) -> Targets:
+        """The targets that belong to an answer."""
+        kept = self.answer != PROMPT
+        return Targets(self.hidden[kept], self.token[kept], self.weight[kept], self.answer[kept], self.tree[kept])
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -84,6 +89,7 @@ class Tree:
         row: where the example comes from, for reports ("train.jsonl:12").
         weight: weight of the example in losses that average over examples.
         first_position: position id of the root's first token, for models whose caller says so (left padding).
+        reference: a reference model's log-prob of each answer (the sum over its targets), for objectives that use one.
     """
 
     nodes: tuple[Node, ...]
@@ -91,6 +97,7 @@ class Tree:
     row: str = ""
     weight: float = 1.0
     first_position: int = 0
+    reference: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -192,7 +199,12 @@ class Forest:
     offsets: tuple[int, ...] = field(init=False)
     _placed: tuple[_Placed, ...] = field(init=False, repr=False)
 
-    def __init__(self, trees: Sequence[Tree]):
+    def __init__(self, trees: Sequence[Tree], prompt_targets: bool = True):
+        """Lay trees end to end.
+
+        Args:
+            prompt_targets: False leaves out the targets that lie in prompts (`PROMPT`).
+        """
         if not trees:
             raise ValueError("a forest needs at least one tree")
         placed: list[_Placed] = []
@@ -217,7 +229,7 @@ class Forest:
             "positions",
             torch.cat([torch.arange(p.end - p.start) + p.position + p.first_position for p in placed]),
         )
-        parts = [tree.targets for tree in trees]
+        parts = [tree.targets if prompt_targets else tree.targets.without_prompt() for tree in trees]
         set_(
             self,
             "targets",

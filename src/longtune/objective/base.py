@@ -36,6 +36,10 @@ class Objective(Protocol):
     """Turns log-probs into a loss."""
 
     name: str
+    uses_reference: bool
+    """Whether trees must carry reference log-probs (`Tree.reference`)."""
+    uses_prompt_targets: bool
+    """Whether targets in a pair's prompt are wanted; without them the head does not compute them."""
 
     def totals(self, forest: Forest) -> Totals:
         """What this micro-batch adds to the step's denominators."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -21,7 +21,9 @@ class Sft:
     """
 
     normalisation: Literal["token", "sequence"] = "token"
-    name: str = "sft"
+    name: ClassVar[str] = "sft"
+    uses_reference: ClassVar[bool] = False
+    uses_prompt_targets: ClassVar[bool] = True
 
     def _weights(self, forest: Forest) -> torch.Tensor:
         targets = forest.targets
