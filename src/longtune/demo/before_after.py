@@ -10,26 +10,26 @@ import json
 import random
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longtune.config import RunConfig
 from longtune.demo.ordinary import CHECK, answers_right, ordinary_rows
-from longtune.demo.tickets import Ticket, chat_row, is_right, is_ticket, parse, tickets
+from longtune.demo.tickets import INSTRUCTION, Ticket, chat_row, is_right, is_ticket, parse, tickets
 from longtune.errors import Problem, UserError
 from longtune.model.embedded import EMBEDDED
-from longtune.model.generation import generate
+from longtune.model.generation import Messages, generate
 from longtune.model.loading import load_model
 
-TICKETS = 160
+TICKETS = 256
 """Tickets of the training data."""
 ORDINARY = 32
 """Ordinary questions of the training data."""
 HELD_OUT = 40
 """Tickets that are measured, none of whose names, products, dates and wordings is trained on."""
-BATCH = 8
+BATCH = 4
 EXAMPLES = 3
 
 _LONGEST_TICKET = 72
@@ -98,7 +98,7 @@ def run(
         "examples": _examples(held_out, before, after),
         "ordinary": _questions(before, after),
         "adapter": str(trained.adapter),
-        "chat": f"longtune chat {shlex.quote(str(folder))} --prompt {shlex.quote(held_out[0].prompt)}",
+        "chat": shlex.join(["longtune", "chat", str(folder), "--system", INSTRUCTION]),
         "training_seconds": trained.metrics["seconds"],
         "seconds": time.monotonic() - started,
     }
@@ -143,13 +143,12 @@ def _ask(adapter: Path | None, held_out: Sequence[Ticket]) -> Asked:
     loaded = load_model(EMBEDDED)
     model = loaded.model if adapter is None else load_adapter(loaded.model, adapter)
 
-    def answers(prompts: Iterable[str], longest: int) -> list[str]:
-        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        return generate(model, loaded.tokenizer, asked, max_new_tokens=longest, batch_size=HELD_OUT)
+    def answers(prompts: Sequence[Messages], longest: int) -> list[str]:
+        return generate(model, loaded.tokenizer, prompts, max_new_tokens=longest, batch_size=HELD_OUT)
 
     return Asked(
-        answers((ticket.prompt for ticket in held_out), _LONGEST_TICKET),
-        answers((check.question for check in CHECK), _LONGEST_ANSWER),
+        answers([ticket.prompt for ticket in held_out], _LONGEST_TICKET),
+        answers([[{"role": "user", "content": check.question}] for check in CHECK], _LONGEST_ANSWER),
     )
 
 
@@ -175,6 +174,7 @@ def _config(folder: Path, data: Path, seed: int, steps: int | None) -> RunConfig
             "data": str(data),
             "output": str(folder),
             "lora": {"rank": 8, "alpha": 16},
+            "memory": {"keep": "everything"},  # The rows are short: nothing need be computed twice.
             "train": {
                 "steps": steps or (TICKETS + ORDINARY) // BATCH,
                 "learning_rate": 1e-3,

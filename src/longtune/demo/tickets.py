@@ -15,10 +15,13 @@ from typing import Any
 
 from longtune.demo import words
 
-INSTRUCTION = "Write a JSON ticket (name, product, date, issue: damaged/late/wrong/missing/faulty, urgent, refund):"
-"""Begins every prompt, so that the untrained model is asked for the same thing in the same words."""
+INSTRUCTION = (
+    "Write the customer's message as a JSON ticket: "
+    "name, product, date, issue (damaged/late/wrong/missing/faulty), refund."
+)
+"""The system message of every ticket, so that the untrained model is asked for the same thing in the same words."""
 
-FIELDS = ("name", "product", "date", "issue", "urgent", "refund")
+FIELDS = ("name", "product", "date", "issue", "refund")
 
 _MONTHS = "January February March April May June July August September October November December".split()
 _FIRST_DAY = datetime.date(2022, 1, 1)
@@ -31,15 +34,17 @@ class Ticket:
 
     Attributes:
         message: the customer's text.
-        fields: name, product, date (ISO), issue (a key of `words.PROBLEMS`), urgent (bool), refund (amount or None).
+        fields: name, product, date (ISO), issue (a key of `words.PROBLEMS`), refund (amount or
+            None).
     """
 
     message: str
     fields: dict[str, Any]
 
     @property
-    def prompt(self) -> str:
-        return f"{INSTRUCTION} {self.message}"
+    def prompt(self) -> list[dict[str, str]]:
+        """The conversation up to the answer."""
+        return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self.message}]
 
     @property
     def answer(self) -> str:
@@ -62,33 +67,30 @@ def _endless(rng: random.Random, side: int) -> Iterator[Ticket]:
     issues = list(words.PROBLEMS)
     while True:
         rng.shuffle(issues)
-        # Every issue equally often, with every combination of urgent and refund.
+        # Every issue equally often.
         for issue in issues:
-            yield _ticket(rng, side, issue, urgent=rng.random() < 0.5, wants_refund=rng.random() < 0.5)
+            yield _ticket(rng, side, issue, wants_refund=rng.random() < 0.5)
 
 
-def _ticket(rng: random.Random, side: int, issue: str, *, urgent: bool, wants_refund: bool) -> Ticket:
+def _ticket(rng: random.Random, side: int, issue: str, *, wants_refund: bool) -> Ticket:
     name = f"{rng.choice(words.FIRST_NAMES[side])} {rng.choice(words.LAST_NAMES[side])}"
     product = rng.choice(words.PRODUCTS[side])
     date = _date(rng, side)
     amount = _amount(rng)
     wish = rng.choice((words.REFUND if wants_refund else words.NO_REFUND)[side]).format(amount=f"${amount:.2f}")
-    wishes = [wish, rng.choice(words.URGENT[side])] if urgent else [wish]
-    rng.shuffle(wishes)
     message = rng.choice(words.FRAMES[side]).format(
         name=name,
         a="an" if product[0] in "aeiou" else "a",
         product=product,
         date=_written(date, rng.choice(words.DATES[side])),
         problem=rng.choice(words.PROBLEMS[issue][side]),
-        wish=" ".join(part for part in wishes if part),
+        wish=wish,
     )
     fields = {
         "name": name,
         "product": product,
         "date": date.isoformat(),
         "issue": issue,
-        "urgent": urgent,
         "refund": amount if wants_refund else None,
     }
     return Ticket(" ".join(message.split()), fields)
@@ -116,7 +118,7 @@ def _written(date: datetime.date, form: str) -> str:
 def wrong(ticket: Ticket, *, seed: int) -> str:
     """The ticket's answer with one field wrong: what a preference pair rejects.
 
-    The wrong value is a plausible one: another issue, the opposite of urgent, a date that is off by a day or more.
+    The wrong value is a plausible one: another issue, another product, a date that is off by a day or more.
     """
     rng = random.Random(f"wrong:{seed}:{ticket.message}")
     fields = dict(ticket.fields)
@@ -133,8 +135,6 @@ def wrong(ticket: Ticket, *, seed: int) -> str:
         fields["date"] = moved.isoformat()
     elif field == "issue":
         fields["issue"] = rng.choice([issue for issue in words.PROBLEMS if issue != fields["issue"]])
-    elif field == "urgent":
-        fields["urgent"] = not fields["urgent"]
     elif fields["refund"] is None:
         fields["refund"] = _amount(rng)
     else:
@@ -144,18 +144,13 @@ def wrong(ticket: Ticket, *, seed: int) -> str:
 
 def chat_row(ticket: Ticket) -> dict[str, Any]:
     """A training row of `method: sft`."""
-    return {
-        "messages": [
-            {"role": "user", "content": ticket.prompt},
-            {"role": "assistant", "content": ticket.answer},
-        ]
-    }
+    return {"messages": [*ticket.prompt, {"role": "assistant", "content": ticket.answer}]}
 
 
 def preference_row(ticket: Ticket, *, seed: int) -> dict[str, Any]:
     """A training row of `method: dpo`, `orpo` or `simpo`: the right ticket against one with a wrong field."""
     return {
-        "prompt": [{"role": "user", "content": ticket.prompt}],
+        "prompt": ticket.prompt,
         "chosen": [{"role": "assistant", "content": ticket.answer}],
         "rejected": [{"role": "assistant", "content": wrong(ticket, seed=seed)}],
     }
@@ -178,6 +173,4 @@ def is_ticket(answer: str) -> bool:
 
 def is_right(answer: str, ticket: Ticket) -> bool:
     """Exact match: a JSON object with these fields and values, no more and no fewer."""
-    value = parse(answer)
-    # Python counts 1 as equal to true; JSON does not.
-    return value is not None and value == ticket.fields and value["urgent"] is ticket.fields["urgent"]
+    return parse(answer) == ticket.fields

@@ -141,21 +141,6 @@ PROBLEMS = {
     ),
 }
 
-# Half of the messages say one of these; the others say nothing about time.
-URGENT = (
-    [
-        "This is urgent.",
-        "Please hurry!",
-        "I need help today.",
-        "It is urgent, please answer at once.",
-        "I need this solved right now.",
-        "Please be quick.",
-        "As soon as possible, please.",
-        "I can't wait any longer.",
-    ],
-    ["Please act quickly, it is urgent.", "I need an answer today.", "Hurry, please."],
-)
-
 # {amount} is written as $12.50.
 REFUND = (
     [
