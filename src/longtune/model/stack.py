@@ -108,6 +108,9 @@ class _GivenHidden(nn.Module):
         return HiddenOutput(self.hidden)
 
 
+_LIST_NAMES = ("layers", "h", "blocks", "block", "decoder_layers")
+
+
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers causal LM inside a PEFT wrapper, or the model itself.
 
@@ -128,27 +131,25 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def find_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, str]:
-    """The decoder, its list of layers, and the list's name within the model ("model.layers").
+def find_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList, str, str]:
+    """The decoder, its list of layers, and the names of both within the model ("model", "model.layers").
+
+    The decoder is the innermost transformers model around the list.
 
     Raises:
         UserError: no list of `num_hidden_layers` modules is found.
     """
-    decoder = model.get_decoder()
     count = model.config.get_text_config().num_hidden_layers
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and "layer" in type(module[0]).__name__.lower():
-            break
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module) == count
-            and name.split(".")[-1] in ("layers", "h", "blocks")
-        ):
-            break
-    else:
-        raise UserError(Problem(type(model).__name__, f"no list of {count} decoder layers was found"))
-    full = next(n for n, m in model.named_modules() if m is module)
-    return decoder, module, full
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList) or len(module) != count or name.rpartition(".")[2] not in _LIST_NAMES:
+            continue
+        parent = name.rpartition(".")[0]
+        while parent and not isinstance(modules[parent], PreTrainedModel):
+            parent = parent.rpartition(".")[0]
+        if parent:
+            return cast(PreTrainedModel, modules[parent]), module, parent, name
+    raise UserError(Problem(type(model).__name__, f"no list of {count} decoder layers was found inside a base model"))
 
 
 class Stack:
@@ -167,7 +168,8 @@ class Stack:
 
     def __init__(self, model: nn.Module):
         self.model = unwrap(model)
-        self.decoder, self._list, self.layers_name = find_layers(self.model)
+        self.decoder, self._list, decoder_name, self.layers_name = find_layers(self.model)
+        self._base_name = decoder_name.partition(".")[0]
         self.layers: list[nn.Module] = list(self._list)
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
@@ -289,16 +291,15 @@ class Stack:
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states [M, H], by the model's own outer forward (scaling and softcap included)."""
-        prefix = self.model.base_model_prefix
-        base = getattr(self.model, prefix)
+        base = getattr(self.model, self._base_name)
         stand_in = _GivenHidden(base)
         stand_in.hidden = hidden_MH[None]
         dummy = torch.zeros(1, hidden_MH.shape[0], dtype=torch.int64, device=hidden_MH.device)
         try:
-            setattr(self.model, prefix, stand_in)
+            setattr(self.model, self._base_name, stand_in)
             output = type(self.model).forward(self.model, input_ids=dummy, use_cache=False)
         finally:
-            setattr(self.model, prefix, base)
+            setattr(self.model, self._base_name, base)
         return output.logits[0]
 
     def learn_shared(self, calls: list[LayerCall], before: list[dict[str, int]]) -> None:
