@@ -2,7 +2,7 @@
 # (`make demo` and the tests also use longtune's cache folder, see `longtune doctor`).
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format bench docs clean
 
 # The first interpreter that is new enough; choose one yourself with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -27,6 +27,14 @@ lint: $(VENV)/ready-dev
 format: $(VENV)/ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Peak memory and seconds of a step beside transformers' own; `bench/step.py` does the same on a GPU at a real shape.
+bench: $(VENV)/ready
+	$(BIN)/python bench/cpu_memory.py
+
+# There is nothing to build: this checks links, commands, configs and code in the pages.
+docs: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
 	rm -rf $(VENV)
