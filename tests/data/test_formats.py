@@ -182,3 +182,22 @@ def test_fingerprint_follows_tokens_weights_and_settings(write, tokenizer):
     ]
     assert len(set(prints)) == 4
     assert load_dataset(write(*rows), tokenizer).fingerprint == prints[0]
+
+
+def test_text_rows_can_train_their_answer_alone(write, tokenizer):
+    path = write({"text": "Q: what is\nA: SELECT a"}, {"text": "Q: and\nA: SELECT b\nA: c"})
+    data = load_dataset(path, tokenizer, answer_after="\nA: ")
+    for tree, answer in zip(data.trees, ("SELECT a", "SELECT b\nA: c"), strict=True):
+        assert tokenizer.decode(tree.targets.token[:-1]).strip() == answer
+        assert int(tree.targets.token[-1]) == tokenizer.eos_token_id
+
+
+def test_an_answer_marker_must_be_there_and_make_sense(write, tokenizer):
+    missing = write({"text": "Q: a\nA: b"}, {"text": "no answer"})
+    with pytest.raises(UserError, match=r"train.jsonl:2: .*has no"):
+        load_dataset(missing, tokenizer, answer_after="\nA: ")
+    with pytest.raises(UserError, match="split"):
+        load_dataset(missing, tokenizer, answer_after="\nA: ", overlong="split")
+    other = write({"prompt": "a", "completion": "b"}, name="other.jsonl")
+    with pytest.raises(UserError, match="answer_after: is for text rows"):
+        load_dataset(other, tokenizer, answer_after="\nA: ")

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from longtune.data.dataset import Dataset
     from longtune.tree import Tree
+
+
+class Rows(Protocol):
+    """What is batched: a `Dataset`, or something that stands for one."""
+
+    @property
+    def trees(self) -> Sequence[Tree]: ...
+
+    @property
+    def times(self) -> Sequence[float] | None:
+        """How often each tree is seen in an epoch; None when it is once for all."""
+        ...
 
 
 def epoch_order(count: int, seed: int, epoch: int, times: Sequence[float] | None = None) -> list[int]:
@@ -52,7 +63,7 @@ class Batcher:
 
     def __init__(
         self,
-        data: Dataset | Sequence[Tree],
+        data: Rows | Sequence[Tree],
         *,
         batch_size: int = 1,
         tokens_per_batch: int | None = None,

@@ -114,6 +114,7 @@ def load_dataset(
     columns: str | Mapping[str, str] | None = None,
     prompt_sharing: str = "tree",
     bad_rows: str = "error",
+    answer_after: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Dataset:
     """Reads, checks and tokenises everything.
@@ -129,6 +130,7 @@ def load_dataset(
         template_kwargs: arguments of the chat template; a row's own `chat_template_kwargs` go over them.
         columns: `theirs=ours` pairs that rename columns.
         prompt_sharing: `tree` keeps a pair's common prompt once; `off` keeps every sequence whole.
+        answer_after: for text rows: train only what follows the first place of this string, such as "\nA: ".
         bad_rows: `error`, or `drop` to leave bad rows out and count them.
         progress: called with the number of rows read so far.
 
@@ -142,11 +144,12 @@ def load_dataset(
         "max_tokens": max_tokens,
         "overlong": overlong,
         "prompt_sharing": prompt_sharing,
+        "answer_after": answer_after,
     }
     encoder = Encoder(tokenizer)
     template = Template(tokenizer, dict(template_kwargs or {}))
     loader = _Loader(
-        method, max_tokens, overlong, prompt_sharing, bad_rows, Masker(template, encoder, train_on), template, encoder
+        method, max_tokens, overlong, prompt_sharing, bad_rows, Masker(template, encoder, train_on, answer_after), template, encoder
     )
     names = formats.parse_columns(columns)
     examples: list[Example] = []
@@ -159,6 +162,9 @@ def load_dataset(
                 progress(loader.report.rows)
         sampling.append((first, len(examples), source.weight))
     loader.finish(examples)
+    if answer_after is not None and set(loader.report.formats) != {"text"}:
+        found = ", ".join(sorted(loader.report.formats))
+        raise UserError(Problem("answer_after", f"is for text rows, and these are {found}", "take it out"))
     settings["sampling"] = sampling
     return Dataset(examples, loader.report, _fingerprint(examples, settings), tuple(sampling))
 
@@ -179,6 +185,8 @@ def _check_settings(given: Mapping[str, Any]) -> None:
     limit = given["max_tokens"]
     if limit is not None and limit < 2:
         problems.append(Problem("max_tokens", f"must be at least 2, got {limit}"))
+    if given["answer_after"] is not None and given["overlong"] == "split":
+        problems.append(Problem("answer_after", "can't be with overlong: split, whose later parts have no answer"))
     if given["method"] in METHODS and given["method"] not in formats.SUPERVISED and given["train_on"] != "assistant":
         problems.append(Problem("train_on", f"has no meaning under {given['method']}, which trains both answers whole"))
     if problems:

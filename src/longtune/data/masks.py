@@ -32,11 +32,14 @@ class Masker:
         encoder: for the EOS that must exist.
         train_on: `assistant` every assistant turn, `last` the last one, `completion` the last one (or the
             completion of a prompt-completion row), `all` every token.
+        answer_after: where the answer of a text row begins: behind the first place that this string has in it. None
+            trains the whole text.
     """
 
     template: Template
     encoder: Encoder
     train_on: str = "assistant"
+    answer_after: str | None = None
 
     def drafts(self, row: Row) -> list[Draft]:
         """One draft, or several for a conversation whose template rewrites history.
@@ -44,11 +47,21 @@ class Masker:
         Raises:
             RowError: nothing to train on, or an answer that can't be trained in its context.
         """
+        if row.kind == "text" and self.answer_after is not None:
+            return self._completion(self._divided(row, self.answer_after))
         if row.kind == "text":
             return [_everything(row.text, special=True, eos=self.encoder.has_eos())]
         if row.kind == "completion":
             return self._completion(row)
         return self._chat(row, first=0)
+
+    @staticmethod
+    def _divided(row: Row, marker: str) -> Row:
+        """A text row as prompt and completion."""
+        before, found, after = row.text.partition(marker)
+        if not found:
+            raise RowError("no answer marker", f"the text has no {marker!r}", "correct answer_after, or the row")
+        return Row("completion", prompt=before + found, answers=[after], weight=row.weight)
 
     def _completion(self, row: Row) -> list[Draft]:
         answer = row.answers[0]
