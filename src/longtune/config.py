@@ -165,6 +165,15 @@ class OrpoConfig(_Section):
     """What the likelihood term covers: the whole chosen sequence, or its answer."""
 
 
+class SimpoConfig(_Section):
+    """Settings of method simpo."""
+
+    beta: float = Field(default=2.0, gt=0.0)
+    """Strength of the preference, on average log-probs."""
+    gamma: float = Field(default=1.0, ge=0.0)
+    """Target margin between the answers, in the units of beta times log-prob."""
+
+
 def _sources_kind(value: object) -> str:
     return "name" if isinstance(value, str) else "list"
 
@@ -191,6 +200,8 @@ class RunConfig(_Section):
     """The run's folder; the default is runs/ and the data's name."""
     columns: dict[str, str] = {}
     """Renames columns of the data: {theirs: ours}."""
+    answer_after: str | None = None
+    """For text rows: train only what follows the first place of this string ("\\nA: "); null trains all of it."""
     train_on: Literal["assistant", "last", "all", "completion"] = "assistant"
     """Which tokens of a conversation are trained: assistant | last | all | completion."""
     bad_rows: Literal["error", "drop"] = "error"
@@ -215,6 +226,8 @@ class RunConfig(_Section):
     """Settings of method dpo."""
     orpo: OrpoConfig = Field(default_factory=lambda: OrpoConfig.model_validate({}))
     """Settings of method orpo."""
+    simpo: SimpoConfig = SimpoConfig()
+    """Settings of method simpo."""
     init_adapter: str | None = None
     """Start from an adapter's weights."""
     prompt_sharing: Literal["tree", "off"] = "tree"
@@ -333,6 +346,11 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "memory", "a byte budget needs the planner, which does not exist yet", fix
     if config.lora.rank_policy != "constant":
         yield "lora.rank_policy", f"{config.lora.rank_policy} is not supported yet", "use constant"
+    if config.dpo.label_smoothing and config.dpo.loss in ("hinge", "ipo"):
+        yield "dpo.label_smoothing", f"has no meaning under loss {config.dpo.loss}", "leave it out, or use sigmoid"
+    if config.method != "sft" and train.loss_normalisation != "token":
+        why = f"has no meaning under {config.method}, whose loss is a mean over pairs"
+        yield "train.loss_normalisation", why, "leave it out"
     if train.steps is not None and train.epochs is not None:
         yield "train.epochs", "steps and epochs are both given", "leave one of them out"
     if train.tokens_per_batch is not None and train.batch_size != 1:

@@ -15,6 +15,7 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="A config file, or a run folder.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = None,
     data: Annotated[str | None, typer.Option(help="A file, a folder or a hub name.")] = None,
+    method: Annotated[str | None, typer.Option(help="sft, dpo, orpo or simpo.")] = None,
     output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
     columns: Columns = None,
     set_: Overrides = None,
@@ -26,11 +27,12 @@ def train(
     \b
     longtune train longtune.yaml
     longtune train --data rows.jsonl --set train.steps=60
+    longtune train --data pairs.jsonl --method dpo
     longtune train runs/rows --resume
 
     Ctrl-C saves a checkpoint after the step in work.
     """
-    named = {"model": model, "data": data, "output": output}
+    named = {"model": model, "data": data, "method": method, "output": output}
     run(lambda: _train(config, named, columns, set_ or [], resume), as_json)
 
 

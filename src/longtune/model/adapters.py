@@ -33,8 +33,10 @@ from longtune.model.targets import ALL_LINEAR, choose_targets, shortest_patterns
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
 
-_CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+"""The two files of a saved adapter."""
+
 _PREFIX = "base_model.model."
 
 
@@ -93,7 +95,7 @@ def add_lora(
             task_type="CAUSAL_LM",
         )
     )
-    with _undisturbed():
+    with undisturbed():
         wrapped = cast(PeftModel, get_peft_model(model, config))
     adapted = {name for name, _ in _lora_layers(wrapped)}
     if adapted != set(names):
@@ -103,8 +105,8 @@ def add_lora(
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """PEFT's injection draws A from the global generator, and asks transformers for an attribute that is going away."""
+def undisturbed() -> Iterator[None]:
+    """Around PEFT's injection, which draws A from the global generator and warns without a reason."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # `load_adapter` raises instead.
@@ -147,9 +149,9 @@ def save_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     old = work.with_name(f"{work.name}-old")
     try:
         # "auto" would ask the hub whether the vocabulary has grown.
-        model.save_pretrained(str(work), save_embedding_layers=cast(str, False))
+        model.save_pretrained(str(work), save_embedding_layers=cast(str, False), selected_adapters=[ADAPTER])
         (work / "README.md").unlink(missing_ok=True)  # PEFT's model card is a form to fill in.
-        _sort_targets(work / _CONFIG)
+        _sort_targets(work / CONFIG)
         work.chmod(0o755)
         if folder.exists():
             folder.rename(old)
@@ -179,9 +181,9 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
         UserError: no whole LoRA adapter lies there, or it doesn't fit the model (every mismatch is named).
     """
     path = find_adapter(folder)
-    config = _read_config(path)
-    _check_fit(model, path)
-    with _undisturbed():
+    config = read_config(path)
+    check_fit(model, path)
+    with undisturbed():
         loaded = PeftModel.from_pretrained(
             model, str(path), config=use_lean_layers(config), is_trainable=trainable, local_files_only=True
         )
@@ -201,7 +203,7 @@ def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
         UserError: every tensor that is missing, left over, or of another shape.
     """
     path = find_adapter(folder)
-    config = _read_config(path)
+    config = read_config(path)
     found = _read_shapes(path)
     ours = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
     problems = []
@@ -213,7 +215,7 @@ def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
         more = len(problems) - 10
         last = [Problem("init_adapter", f"and {more} more", "set lora.rank and lora.targets as in that adapter")]
         raise UserError([*problems[:10], *last] if more > 0 else problems)
-    with safe_open(path / _WEIGHTS, framework="pt") as file, torch.no_grad():
+    with safe_open(path / WEIGHTS, framework="pt") as file, torch.no_grad():
         for name, layer in _lora_layers(model):
             key = f"{_PREFIX}{name}"
             ratio = _scale(config, name) / layer.scaling[ADAPTER]
@@ -225,18 +227,18 @@ def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
 def find_adapter(folder: str | os.PathLike[str]) -> Path:
     """The folder itself, or the adapter of a run folder; checked to hold a configuration and safetensors weights."""
     path = Path(folder).expanduser()
-    if not (path / _CONFIG).is_file() and (path / "adapter" / _CONFIG).is_file():
+    if not (path / CONFIG).is_file() and (path / "adapter" / CONFIG).is_file():
         path = path / "adapter"
     place = f"adapter: {folder}"
     if not path.is_dir():
         raise UserError(Problem(place, "there is no such folder", "name the folder that holds adapter_config.json"))
-    if not (path / _CONFIG).is_file():
-        raise UserError(Problem(place, f"holds no {_CONFIG}", "name an adapter's folder, or a run's"))
-    if not (path / _WEIGHTS).is_file():
+    if not (path / CONFIG).is_file():
+        raise UserError(Problem(place, f"holds no {CONFIG}", "name an adapter's folder, or a run's"))
+    if not (path / WEIGHTS).is_file():
         if (path / "adapter_model.bin").is_file():
             reason = "holds pickled weights, which can run code when they are read"
-            raise UserError(Problem(place, reason, f"save it again with peft, as {_WEIGHTS}"))
-        raise UserError(Problem(place, f"holds no {_WEIGHTS}"))
+            raise UserError(Problem(place, reason, f"save it again with peft, as {WEIGHTS}"))
+        raise UserError(Problem(place, f"holds no {WEIGHTS}"))
     return path
 
 
@@ -285,8 +287,8 @@ def _state(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def _read_config(path: Path) -> LoraConfig:
-    place = str(path / _CONFIG)
+def read_config(path: Path) -> LoraConfig:
+    place = str(path / CONFIG)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Keys of a newer PEFT are said to be ignored; the weights decide.
@@ -300,13 +302,13 @@ def _read_config(path: Path) -> LoraConfig:
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        with safe_open(path / _WEIGHTS, framework="pt") as file:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise UserError(Problem(str(path / _WEIGHTS), f"can't be read ({error})", "save or copy it again")) from error
+        raise UserError(Problem(str(path / WEIGHTS), f"can't be read ({error})", "save or copy it again")) from error
 
 
-def _check_fit(model: PreTrainedModel, path: Path) -> None:
+def check_fit(model: PreTrainedModel, path: Path) -> None:
     """Compare the file's A and B with the model's modules, before anything is injected."""
     modules = dict(model.named_modules())
     problems: list[Problem] = []

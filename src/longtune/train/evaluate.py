@@ -44,9 +44,14 @@ class Validation:
 
 def choose_rows(trees: Sequence[Tree], most: int | None) -> list[Tree]:
     """At most `most` rows (None: all), spread over the data and the same in every run, in the data's order."""
-    if most is None or len(trees) <= most:
-        return list(trees)
-    return [trees[index] for index in sorted(epoch_order(len(trees), 0, 0)[:most])]
+    return [trees[index] for index in chosen_rows(len(trees), most)]
+
+
+def chosen_rows(count: int, most: int | None) -> list[int]:
+    """The indices of `choose_rows`."""
+    if most is None or count <= most:
+        return list(range(count))
+    return sorted(epoch_order(count, 0, 0)[:most])
 
 
 def validate(
@@ -59,7 +64,10 @@ def validate(
         skipped: rows left out by `choose_rows`, for the report.
     """
     start = time.perf_counter()
-    forests = [Forest(trees[first : first + batch_size]) for first in range(0, len(trees), batch_size)]
+    forests = [
+        Forest(trees[first : first + batch_size], prompt_targets=objective.uses_prompt_targets)
+        for first in range(0, len(trees), batch_size)
+    ]
     totals = add_up([objective.totals(forest) for forest in forests])
     sums = add_up([engine.evaluate(forest, objective, totals) for forest in forests])
     return Validation(

@@ -1,9 +1,9 @@
 """The events of a run: one line each in metrics.jsonl, and the same dict for every callback.
 
-Kinds: `meta` (first), `resumed`, `train`, `validation`, `checkpoint`, `warning`, and at the end `done`, `failed`
-or `stopped` (a checkpoint was saved on request and the run can be resumed). Reading them is the work of
-`longtune.watch`. The file is only ever appended to: a run that resumes at step s writes `resumed` with that step,
-and takes the later ones again.
+Kinds: `meta` (first), `resumed`, `reference` (log-probs of a frozen model, as far as they are there), `train`,
+`validation`, `checkpoint`, `warning`, and at the end `done`, `failed` or `stopped` (a checkpoint was saved on request
+and the run can be resumed). Reading them is the work of `longtune.watch`. The file is only ever appended to: a run
+that resumes at step s writes `resumed` with that step, and takes the later ones again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from longtune.train import measure, optimiser, schedule
 from longtune.train.evaluate import Validation, add_up
 from longtune.train.events import EventLog
 from longtune.train.stop import Stopper
-from longtune.tree import Forest
+from longtune.tree import Forest, Tree
 
 
 class RunFailed(Exception):
@@ -69,6 +69,7 @@ class Loop:
         micro_batches: micro-batches in all; the last step takes what is left.
         validate: measures on the held-out rows; None without them.
         save: writes a checkpoint of the loop's progress and returns its folder.
+        refer: gives a micro-batch its reference log-probs, where they aren't computed beforehand.
         last_checkpoint, saved_step: the newest checkpoint, None and 0 before the first.
     """
 
@@ -84,6 +85,7 @@ class Loop:
     stopper: Stopper
     validate: Callable[[], Validation] | None
     save: Callable[[Progress], Path]
+    refer: Callable[[list[Tree]], list[Tree]] = lambda trees: trees
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: Path | None = None
     saved_step: int = 0
@@ -114,9 +116,10 @@ class Loop:
                 self._checkpoint()
         return None
 
-    def _draw(self, batches: Iterator[list[Any]]) -> list[Forest]:
+    def _draw(self, batches: Iterator[list[Tree]]) -> list[Forest]:
         count = min(self.train.accumulate, self.micro_batches - self.progress.micro_batches)
-        return [Forest(next(batches)) for _ in range(count)]
+        wanted = self.objective.uses_prompt_targets
+        return [Forest(self.refer(next(batches)), prompt_targets=wanted) for _ in range(count)]
 
     def _step(self, step: int, forests: list[Forest], start: float) -> None:
         progress = self.progress

@@ -19,6 +19,7 @@ from longtune.engine import Engine, Plan
 from longtune.errors import Problem, UserError
 from longtune.model.adapters import add_lora, init_adapter, load_adapter
 from longtune.model.loading import Loaded, choose_device, load_model
+from longtune.model.reference import load_reference
 from longtune.objective.base import Objective
 
 AUTO_CHUNK = 8192
@@ -79,6 +80,8 @@ def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
         valid = load_data(config, valid_source, loaded) if valid_source is not None else None
     with _collect(problems):
         model = _add_adapter(config, loaded, checkpoint)
+        if (frozen := frozen_adapter(config)) is not None:
+            load_reference(model, frozen)
     if train is None or model is None or problems:
         raise UserError(problems)
     engine = Engine(model, plan=plan, seed=config.train.seed)
@@ -102,8 +105,14 @@ def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, s
 
 def make_objective(config: RunConfig) -> Objective:
     """The objective of the run's method, with its settings."""
-    settings = {"sft": {"normalisation": config.train.loss_normalisation}}
-    return objectives.get(config.method, **settings.get(config.method, {}))
+    dpo, orpo, simpo = config.dpo, config.orpo, config.simpo
+    settings: dict[str, dict[str, Any]] = {
+        "sft": {"normalisation": config.train.loss_normalisation},
+        "dpo": {"beta": dpo.beta, "loss": dpo.loss, "label_smoothing": dpo.label_smoothing},
+        "orpo": {"weight": orpo.lambda_, "sft_scope": orpo.sft_scope},
+        "simpo": {"beta": simpo.beta, "gamma": simpo.gamma},
+    }
+    return objectives.get(config.method, **settings[config.method])
 
 
 def data_sources(config: RunConfig) -> tuple[Any, Any]:
@@ -131,6 +140,7 @@ def load_data(config: RunConfig, source: Any, loaded: Loaded) -> Dataset:
         loaded.tokenizer,
         method=config.method,
         train_on=config.train_on,
+        answer_after=config.answer_after,
         max_tokens=config.train.max_tokens,
         overlong=config.train.overlong,
         template_kwargs=config.chat_template_kwargs,
@@ -158,6 +168,11 @@ def _add_adapter(config: RunConfig, loaded: Loaded, checkpoint: Path | None) -> 
     if config.init_adapter is not None:
         init_adapter(model, config.init_adapter)
     return model
+
+
+def frozen_adapter(config: RunConfig) -> str | None:
+    """The adapter that is the reference of this run; None where it is the base model, or there is none."""
+    return config.dpo.reference_adapter if config.method == "dpo" else None
 
 
 def _check_rows(engine: Engine, config: RunConfig, data: Sequence[Dataset]) -> None:

@@ -18,11 +18,12 @@ from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
 from longtune.train import checkpoint as checkpoints
 from longtune.train import environment, files, measure, optimiser
-from longtune.train.evaluate import choose_rows, validate
+from longtune.train.evaluate import choose_rows, chosen_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
 from longtune.train.loop import Loop, Progress, RunFailed
-from longtune.train.prepare import Prepared, prepare
+from longtune.train.prepare import Prepared, frozen_adapter, prepare
+from longtune.train.references import Reference, Referenced
 from longtune.train.stop import Stopper
 
 
@@ -112,8 +113,15 @@ class _Session:
             lora_plus_ratio=config.lora.lora_plus_ratio,
         )
         self.optimiser = optimiser.build(groups, settings)
+        self.reference: Reference | None = None
+        self.referenced: dict[str, Referenced] = {}
+        if prepared.objective.uses_reference:
+            self.reference = Reference(self.engine, prepared.model, frozen_adapter(config))
+            if config.dpo.reference == "cached":
+                sets = {"train": prepared.train, "validation": prepared.valid}
+                self.referenced = {name: Referenced(data) for name, data in sets.items() if data}
         self.batches = Batcher(
-            prepared.train,
+            self.referenced.get("train", prepared.train),
             batch_size=settings.batch_size,
             tokens_per_batch=settings.tokens_per_batch,
             seed=settings.seed,
@@ -133,6 +141,7 @@ class _Session:
             stopper=stopper,
             validate=self._validate if prepared.valid else None,
             save=self._save,
+            refer=self.reference.attach if self.reference and not self.referenced else lambda trees: trees,
         )
         if found is not None:
             checkpoints.restore(found, prepared.model, self.optimiser)
@@ -145,6 +154,7 @@ class _Session:
         measure.reset_peak(self.prepared.device)
         try:
             self._announce(damaged)
+            self._refer()
             reason = loop.run()
             metrics = self._metrics("stopped" if reason else "done")
             if reason:
@@ -164,8 +174,35 @@ class _Session:
             self._failed(error)
             raise
 
+    def _refer(self) -> None:
+        """Fills in the reference log-probs of every row that the run's steps and validations see."""
+        if not self.referenced:
+            return
+        step, loop = self.loop.progress.step, self.loop
+
+        def tell(found: dict[str, Any]) -> None:
+            if "problem" in found:
+                reason = f"cached reference log-probs {found['path']}: {found['problem']}; they are computed again"
+                self.events.emit("warning", step=step, reason=reason)
+            else:
+                self.events.emit("reference", step=step, split=split, **found)
+
+        assert self.reference is not None
+        for split, data in self.referenced.items():
+            if split == "train":
+                # Of a resumed run all, too: values are then computed in the same company, if the cache is gone.
+                rows = _rows_seen(self.batches, loop.micro_batches)
+            else:
+                rows = chosen_rows(len(data.trees), self.config.train.eval_rows)
+            data.fill(self.reference, rows, tell)
+        if "validation" in self.referenced:
+            self.valid = choose_rows(self.referenced["validation"].trees, self.config.train.eval_rows)
+
     def _validate(self) -> Any:
         assert self.prepared.valid is not None
+        if self.reference is not None and self.valid[0].reference is None:
+            # Online, and the frozen model gives the same every time.
+            self.valid = self.reference.attach_all(self.valid)
         return validate(
             self.engine,
             self.prepared.objective,
@@ -233,6 +270,7 @@ class _Session:
             "steps": loop.steps,
             "loss": progress.loss,
             "best": {"step": progress.best_step, "loss": progress.best_loss} if progress.best_step else None,
+            "best_margin": _best_margin(progress.trajectory),
             "validation": progress.trajectory[-1] if progress.trajectory else None,
             "trajectory": progress.trajectory,
             "skipped_steps": progress.skipped_steps,
@@ -267,6 +305,18 @@ def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
     return math.ceil(micro_batches / train.accumulate), micro_batches
 
 
+def _rows_seen(batches: Batcher, count: int) -> list[int]:
+    """Indices of the rows of the first `count` batches."""
+    rows: set[int] = set()
+    epoch = 0
+    while count > 0:
+        part = batches.plan(epoch)[:count]
+        rows.update(row for batch in part for row in batch)
+        count -= len(part)
+        epoch += 1
+    return sorted(rows)
+
+
 def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, data: dict[str, str | None]) -> None:
     files.write_text(folder.config, config.anchored().to_yaml())
     described = environment.describe(prepared.device)
@@ -289,6 +339,13 @@ def _check_data(folder: RunFolder, data: dict[str, str | None]) -> None:
     ]
     if problems:
         raise UserError(problems)
+
+
+def _best_margin(trajectory: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The validation with the widest margin, of methods that have one."""
+    found = [entry for entry in trajectory if math.isfinite(entry.get("margin", math.nan))]
+    best = max(found, key=lambda entry: entry["margin"], default=None)
+    return best and {"step": best["step"], "margin": best["margin"]}
 
 
 def _summary(metrics: dict[str, Any]) -> dict[str, Any]:

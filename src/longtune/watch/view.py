@@ -48,8 +48,8 @@ class View:
             return f"step {self.step}/{self.steps}"
         train = self.train
         return (
-            f"step {self.step}/{self.steps}  loss {number(train['loss'])}  lr {train['learning_rate']:.1e}  "
-            f"norm {number(train['grad_norm'], 3)}  {train['tokens_per_second']:,.0f} tok/s  "
+            f"step {self.step}/{self.steps}  loss {number(train['loss'])}  {pairs(train)}"
+            f"lr {train['learning_rate']:.1e}  norm {number(train['grad_norm'], 3)}  {train['tokens_per_second']:,.0f} tok/s  "
             f"ETA {duration(self.remaining)}"
         )
 
@@ -69,10 +69,15 @@ def event_lines(event: dict[str, Any]) -> list[str]:
         ]
     if kind == "resumed":
         return [f"resumed from {event['checkpoint']}" if event["checkpoint"] else "no checkpoint yet: starting again"]
+    if kind == "reference":
+        how = f"{event['computed']:,} computed in {duration(event['seconds'])}, kept in {event['path']}"
+        if not event["computed"]:
+            how = f"all from {event['path']}"
+        return [f"reference log-probs: {event['done']:,} of {event['rows']:,} rows of {event['split']}, {how}"]
     if kind == "validation":
         return [
             (
-                f"step {event['step']}  validation loss {number(event['loss'])} "
+                f"step {event['step']}  validation loss {number(event['loss'])}  {pairs(event)}"
                 f"({event['rows']:,} rows, {event['trained_tokens']:,} trained tokens, {duration(event['seconds'])})"
             )
         ]
@@ -92,6 +97,13 @@ def event_lines(event: dict[str, Any]) -> list[str]:
     if kind == "failed":
         return [f"failed at step {event['step']}: {event['reason']}"]
     return []
+
+
+def pairs(metrics: dict[str, Any]) -> str:
+    """Accuracy as correct/total and margin of a method on pairs, with two spaces after; empty for others."""
+    if "pairs" not in metrics:
+        return ""
+    return f"acc {metrics['correct']:.0f}/{metrics['pairs']:.0f}  margin {number(metrics['margin'], 3)}  "
 
 
 def number(value: float | None, digits: int = 5) -> str:
