@@ -149,7 +149,14 @@ def load_dataset(
     encoder = Encoder(tokenizer)
     template = Template(tokenizer, dict(template_kwargs or {}))
     loader = _Loader(
-        method, max_tokens, overlong, prompt_sharing, bad_rows, Masker(template, encoder, train_on, answer_after), template, encoder
+        method,
+        max_tokens,
+        overlong,
+        prompt_sharing,
+        bad_rows,
+        Masker(template, encoder, train_on, answer_after),
+        template,
+        encoder,
     )
     names = formats.parse_columns(columns)
     examples: list[Example] = []
