@@ -252,6 +252,12 @@ class Forest:
         """True for one tree of one node: ordinary causal attention over the whole row."""
         return len(self._placed) == 1
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every path from a root to a leaf."""
+        parents = {placed.parent for placed in self._placed}
+        return [p.position + p.end - p.start for i, p in enumerate(self._placed) if i not in parents]
+
     def path(self, node: int) -> list[tuple[int, int]]:
         """Column ranges from the root to `node` (counted over the whole forest), neighbours merged."""
         ranges: list[tuple[int, int]] = []

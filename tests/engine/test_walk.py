@@ -221,3 +221,34 @@ def test_attention_dropout_is_refused():
     engine = Engine(support.with_lora(model).train())
     with pytest.raises(UserError, match="attention_dropout"):
         engine.accumulate(Forest([support.random_sequence(9)]), get("sft"), {"weight": 1.0})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_depend_on_the_length_see_the_whole_row(kind):
+    """A chunk near the row's start has small positions, and must still get the frequencies of the whole row."""
+    family = "phi3" if kind == "longrope" else "llama"
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+        rope = {**rope, **factors, "attention_factor": 1.2}
+
+    def make():
+        limits = dict(max_position_embeddings=16, original_max_position_embeddings=16)
+        return support.with_lora(support.tiny_model(family, rope_parameters=rope, **limits))
+
+    long, short = support.random_sequence(25), support.random_sequence(9)
+    for tree in (short, long):
+        forest = Forest([tree])
+        cotangent = -forest.targets.weight.double()
+        truth = support.oracle_gradients(make(), forest, cotangent)
+        model = make()
+        engine = Engine(model)
+        for chunk in (4, None):
+            engine.set_plan(Plan(chunk_tokens=chunk))
+            assert support.worst(walk_gradients(engine, forest), truth) < 1e-5, (tree.size, chunk)
+        assert "forward" not in vars(model.base_model.model.model.rotary_emb)
+    with pytest.raises(UserError, match="rotary embedding depends on the row's length"):
+        engine.walk(Forest([long, short]), (0, 0), grad=True)
+    both = Forest([short, support.random_sequence(9, seed=4)])
+    truth = support.oracle_gradients(make(), both, -both.targets.weight.double())
+    assert support.worst(walk_gradients(Engine(make(), Plan(chunk_tokens=4)), both), truth) < 1e-5

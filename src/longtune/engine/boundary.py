@@ -89,7 +89,7 @@ class HostStore:
     def take(self, key: Hashable) -> torch.Tensor:
         if self._stream is None:
             buffer = self._kept.pop(key)
-            tensor = buffer.clone()
+            tensor = buffer.to(self.device, copy=True)
             self._release(buffer)
             return tensor
         self.fetch(key)

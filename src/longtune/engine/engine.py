@@ -81,6 +81,7 @@ class Engine:
 
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)
+        self._refuse_mixed_lengths(forest)
         self._layer_parameters: list[list[torch.Tensor]] = [
             [p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers
         ]
@@ -102,6 +103,18 @@ class Engine:
                 "set batch_size 1, chunk_tokens null, and no prompt sharing",
             )
         )
+
+    def _refuse_mixed_lengths(self, forest: Forest) -> None:
+        rope = self.stack.rope
+        if rope and len({rope.regime(length) for length in forest.lengths}) > 1:
+            raise UserError(
+                Problem(
+                    type(self.stack.model).__name__,
+                    "its rotary embedding depends on the row's length, and this row holds sequences of"
+                    f" {min(forest.lengths)} to {max(forest.lengths)} tokens that would get different ones",
+                    "set batch_size 1 and prompt_sharing off",
+                )
+            )
 
     def accumulate(
         self, forest: Forest, objective: Objective, totals: Totals, key: tuple[int, ...] = (0, 0)

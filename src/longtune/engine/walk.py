@@ -336,7 +336,8 @@ class Walk:
             # A cast cached without graph would be reused with graph, and lose its gradient.
             else torch.autocast(kind, dtype=self._autocast, cache_enabled=False)
         )
-        with self.stack.attending(self.engine.port.name), autocast:
+        last = int(self.forest.positions.max())
+        with self.stack.attending(self.engine.port.name), self.stack.rope.row(last), autocast:
             try:
                 yield
             except BaseException:

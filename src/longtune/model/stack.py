@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
+from longtune.model.rope import LengthDependentRope
 
 
 @dataclass(slots=True)
@@ -161,6 +162,7 @@ class Stack:
     Attributes:
         model: the transformers model inside.
         layers: the decoder layers.
+        rope: rotary modules that must be told a row's length; usually there are none.
         returns_tuple: per layer, whether its forward returns a tuple; learnt by `probe`.
         shared: names of mapping arguments through which layers hand tensors to later layers, with placeholders for
             their entries (the engine's KV store holds the real ones); learnt by `probe`.
@@ -174,6 +176,7 @@ class Stack:
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
         self._configs = self._find_configs()
+        self.rope = LengthDependentRope(self.decoder)
         self._decoder_forward = self.decoder.forward
         inside = {id(p) for p in self._list.parameters()}
         self.outer_parameters = [p for p in self.decoder.parameters() if id(p) not in inside]
