@@ -106,3 +106,28 @@ def test_streamed_model_equals_plain_model(name):
             model.zero_grad()
     again = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
     assert again.logits is not None and torch.equal(again.loss, plain.loss)
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("keep", ["nothing", "attention", "everything"])
+def test_streamed_forwards_may_be_walked_back_in_any_order(store, keep):
+    """Two losses of one model added up, with a forward in between that no backward follows, under other adapters."""
+    model = support.with_lora(support.clean_llama())
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 97, (1, n), generator=generator) for n in (21, 13)]
+
+    def loss():
+        hidden = [model.get_base_model().model(input_ids=ids).last_hidden_state for ids in rows]
+        with torch.no_grad(), model.disable_adapter():
+            still = model.get_base_model().model(input_ids=rows[0]).last_hidden_state
+        return hidden[0].pow(2).sum() + hidden[1].sin().sum() + (hidden[0] * still).sum()
+
+    plain = loss()
+    plain.backward()
+    truth = support.gradients(model)
+    model.zero_grad()
+    with longtune.stream(model, plan=Plan(chunk_tokens=6, boundary_store=store, keep=keep)):
+        streamed = loss()
+        streamed.backward()
+    assert abs(float(streamed.detach() / plain.detach()) - 1) < 1e-9
+    assert support.worst(support.gradients(model), truth) < 1e-9

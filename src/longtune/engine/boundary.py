@@ -9,7 +9,10 @@ import torch
 
 
 class Store(Protocol):
-    """Keeps tensors by key. A `take` removes; `fetch` announces that a `take` will follow soon."""
+    """Keeps tensors by key. A `take` removes; `fetch` announces that a `take` will follow soon.
+
+    A `section` has keys of its own, and what it still keeps goes with it.
+    """
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None: ...
 
@@ -18,6 +21,8 @@ class Store(Protocol):
     def take(self, key: Hashable) -> torch.Tensor: ...
 
     def clear(self) -> None: ...
+
+    def section(self) -> Store: ...
 
 
 class DeviceStore:
@@ -38,6 +43,9 @@ class DeviceStore:
     def clear(self) -> None:
         self._kept.clear()
 
+    def section(self) -> DeviceStore:
+        return DeviceStore()
+
 
 class HostStore:
     """Tensors move to host memory; on CUDA through pinned buffers and a stream of their own.
@@ -49,12 +57,12 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._coming: dict[Hashable, tuple[torch.Tensor, Any]] = {}
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         free = self._free.get((tensor.shape, tensor.dtype))
@@ -104,6 +112,17 @@ class HostStore:
             self._release(buffer)
         self._kept.clear()
         self._coming.clear()
+
+    def section(self) -> HostStore:
+        """The buffers and the stream are shared."""
+        other = HostStore.__new__(HostStore)
+        other.device, other._cuda, other._stream, other._free = self.device, self._cuda, self._stream, self._free
+        other._kept, other._coming = {}, {}
+        return other
+
+    def __del__(self) -> None:
+        # A forward whose backward never came must not take its buffers along: pinned memory is scarce.
+        self.clear()
 
 
 def make_store(kind: str, device: torch.device) -> Store:

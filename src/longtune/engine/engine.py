@@ -9,7 +9,6 @@ from longtune.attention.function import AttentionPort
 from longtune.attention.select import path_attention
 from longtune.engine.boundary import make_store
 from longtune.engine.plan import Plan
-from longtune.engine.randomness import has_dropout
 from longtune.engine.structure import PROBE_TOKENS, learn
 from longtune.engine.walk import Walk
 from longtune.errors import Problem, UserError
@@ -45,7 +44,6 @@ class Engine:
         computing, self.attention_choice = path_attention(self.stack.device, self.stack.dtype, attention)
         self.port = AttentionPort(computing)
         self.wide_dtype = torch.promote_types(self.stack.dtype, torch.float32)
-        self.random_layers = [False] * len(self.stack.layers)
         self.unchunkable: str | None = None
         try:
             self.structure = learn(self.stack, self.port)
@@ -68,24 +66,9 @@ class Engine:
         """Release the engine's entry in transformers' registry; the engine cannot be used afterwards."""
         self.port.close()
 
-    @property
-    def layer_parameters(self) -> list[list[torch.Tensor]]:
-        """Trainable parameters of each layer."""
-        return self._layer_parameters
-
-    def lowest_trained_layer(self) -> int:
-        """The first layer that a backward must reach: 0 where anything before the layers is trained."""
-        if any(p.requires_grad for p in self.stack.outer_parameters):
-            return 0
-        return next((i for i, own in enumerate(self._layer_parameters) if own), len(self.stack.layers))
-
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
-        self._layer_parameters: list[list[torch.Tensor]] = [
-            [p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers
-        ]
-        self.random_layers = [has_dropout(layer) for layer in self.stack.layers]
         return Walk(self, forest, key, grad)
 
     def _refuse_unchunkable(self, forest: Forest) -> None:

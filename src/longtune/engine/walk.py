@@ -22,7 +22,7 @@ from longtune.attention.function import Cell, StopLayer
 from longtune.attention.store import KVStore
 from longtune.engine.boundary import Store
 from longtune.engine.gradients import GradientSums
-from longtune.engine.randomness import cell_randomness
+from longtune.engine.randomness import cell_randomness, has_dropout
 from longtune.model.stack import LayerCall, Prologue
 from longtune.tree import Forest
 
@@ -67,14 +67,23 @@ class Walk:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._store: Store = engine.boundaries
+        # All that a walk keeps is its own: another one may begin before this one goes back.
+        self._store: Store = engine.boundaries.section()
         count = len(self.stack.layers)
-        self.lowest = engine.lowest_trained_layer() if grad else count
+        self._random = [has_dropout(layer) for layer in self.stack.layers]
+        self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers]
+        self.lowest = self._lowest_trained() if grad else count
         step = self.plan.layers_per_segment or count
         self._segments = [range(first, min(first + step, count)) for first in range(self.lowest, count, step)]
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         kind = device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _lowest_trained(self) -> int:
+        """The first layer that the backward must reach: 0 where anything before the layers is trained."""
+        if any(p.requires_grad for p in self.stack.outer_parameters):
+            return 0
+        return next((i for i, own in enumerate(self._parameters) if own), len(self.stack.layers))
 
     # forward
 
@@ -151,7 +160,7 @@ class Walk:
                 pass
 
     def _randomness(self, layer: int, c: int):
-        if not self.engine.random_layers[layer]:
+        if not self._random[layer]:
             return nullcontext()
         return cell_randomness(self.stack.device, self.engine.seed, *self.key, layer, c)
 
@@ -288,7 +297,7 @@ class Walk:
             self._backward_layer(layer, inputs.pop(layer))
 
     def _backward_layer(self, layer: int, inputs: list[torch.Tensor] | None) -> None:
-        parameters = self.engine.layer_parameters[layer]
+        parameters = self._parameters[layer]
         for c in range(len(self.chunks) - 1, -1, -1):
             if inputs is None:
                 graph = self._graphs.pop((layer, c))

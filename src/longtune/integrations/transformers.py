@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from longtune.engine import Engine, Plan
 from longtune.engine.walk import Walk
 from longtune.errors import Problem, UserError
-from longtune.model.stack import HiddenOutput
+from longtune.model.stack import HiddenOutput, find_layers, unwrap
 from longtune.tree import Forest, Node, Targets, Tree
 
 IGNORED = -100
@@ -94,12 +94,11 @@ class Streamed:
     """
 
     def __init__(self, model: nn.Module, plan: Plan):
-        self.engine = Engine(model, plan)
-        stack = self.engine.stack
-        self._decoder, self._model = stack.decoder, stack.model
+        self._model = unwrap(model)
+        self._decoder = find_layers(self._model)[0]
         if getattr(self._decoder.forward, "__longtune__", None) is not None:
-            self.engine.close()
             raise UserError(Problem(type(model).__name__, "the model is streamed already", "close the first handle"))
+        self.engine = Engine(model, plan)
         self._open = True
         self._decoder_forward = self._decoder.forward
         self._model_forward = self._model.forward
@@ -168,6 +167,8 @@ class Streamed:
         custom = getattr(self._model, "loss_type", None) not in (None, "ForCausalLM")
         if (labels is None and shifted is None) or wants_logits or custom or self._passes(given):
             return self._model_forward(**given)
+        if self._has_another_head(given):
+            return self._model_forward(**given)
         rest = {k: v for k, v in given.items() if k not in ("labels", "shift_labels", "logits_to_keep")}
         batch = _Batch(rest, shifted if shifted is not None else _shift(cast(torch.Tensor, labels)))
         count = given.get("num_items_in_batch")
@@ -187,6 +188,14 @@ class Streamed:
             walk.forward()
             loss = (walk.log_probs() * cotangent).sum()
         return CausalLMOutputWithPast(loss=loss)
+
+    def _has_another_head(self, given: dict[str, Any]) -> bool:
+        """Whether a trainer has put its own forward on the model and asks for it by an argument of its own."""
+        own = type(self._model).forward
+        if getattr(self._model_forward, "__func__", None) is own:
+            return False
+        known = inspect.signature(own).parameters.keys() | _HARMLESS | {"shift_labels"}
+        return any(value is True for name, value in given.items() if name not in known)
 
     @staticmethod
     def _passes(given: dict[str, Any]) -> bool:
@@ -291,7 +300,8 @@ def stream(model: nn.Module, plan: Plan | None = None, memory: str | int | None 
         A handle with `.plan` and `.close()`; it is also a context manager.
 
     `model(input_ids=..., labels=...).loss.backward()` then never makes [tokens, vocabulary]; `logits` are None unless
-    `logits_to_keep` is given, or no labels. Generation with a cache is the model's own.
+    `logits_to_keep` is given, or no labels. Generation with a cache is the model's own. Padding is left out of the
+    walk: hidden states there are zero, and a label that only a padding token would predict is not counted.
 
     Raises:
         UserError: the model cannot be walked, or is streamed already.

@@ -49,8 +49,8 @@ class View:
         train = self.train
         return (
             f"step {self.step}/{self.steps}  loss {number(train['loss'])}  {pairs(train)}"
-            f"lr {train['learning_rate']:.1e}  norm {number(train['grad_norm'], 3)}  {train['tokens_per_second']:,.0f} tok/s  "
-            f"ETA {duration(self.remaining)}"
+            f"lr {train['learning_rate']:.1e}  norm {number(train['grad_norm'], 3)}  "
+            f"{train['tokens_per_second']:,.0f} tok/s  ETA {duration(self.remaining)}"
         )
 
 
