@@ -53,6 +53,20 @@ def write_rows(folder: Path, train: int = 12, valid: int = 5, seed: int = 0) -> 
     return folder
 
 
+def write_pairs(folder: Path, train: int = 10, valid: int = 4, seed: int = 0) -> Path:
+    """A data folder of preference rows: the reversed words are preferred to others."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", train), ("valid", valid)):
+        lines = []
+        for _ in range(count):
+            asked, other = ("".join(draw.choices("abcdef", k=draw.randint(2, 7))) for _ in range(2))
+            turns = {"prompt": ("user", asked), "chosen": ("assistant", asked[::-1]), "rejected": ("assistant", other)}
+            lines.append(json.dumps({key: [{"role": r, "content": text}] for key, (r, text) in turns.items()}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def write_config(file: Path, model: Path, data: Path, output: Path, **train: object) -> Path:
     """A run of a few steps with dropout, accumulation, packing and shuffling on."""
     settings = {

@@ -1,4 +1,4 @@
-"""Shared by the parity tests with TRL: one optimiser step of a TRL trainer, and the same rows and adapter for longtune."""
+"""Shared by the parity tests with TRL: one step of a TRL trainer, and the same rows and adapter for longtune."""
 
 from __future__ import annotations
 
