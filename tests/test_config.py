@@ -141,3 +141,10 @@ def test_local_names_become_absolute_where_they_exist(tmp_path, monkeypatch):
     assert config.data[0].path == str(tmp_path / "rows.jsonl")
     assert config.valid == "owner/name"
     assert config.model == "smollm2"
+
+
+def test_a_bare_off_is_no_boolean(designed):
+    config = load_config(designed, ["prompt_sharing=off"])
+    assert config.prompt_sharing == "off"
+    designed.write_text(config.to_yaml())
+    assert load_config(designed) == config

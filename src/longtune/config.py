@@ -174,6 +174,11 @@ class SimpoConfig(_Section):
     """Target margin between the answers, in the units of beta times log-prob."""
 
 
+def _off(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
 def _sources_kind(value: object) -> str:
     return "name" if isinstance(value, str) else "list"
 
@@ -230,7 +235,7 @@ class RunConfig(_Section):
     """Settings of method simpo."""
     init_adapter: str | None = None
     """Start from an adapter's weights."""
-    prompt_sharing: Literal["tree", "off"] = "tree"
+    prompt_sharing: Annotated[Literal["tree", "off"], BeforeValidator(_off)] = "tree"
     """Answers to one prompt share its tokens (tree), or each has its own copy (off)."""
     trust_remote_code: bool = False
     """Run code that comes with a hub model."""
