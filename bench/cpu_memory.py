@@ -10,35 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
+from common import compared, machine, race, report, with_checkpointing
+
 WAYS = ("transformers", "longtune")
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def status(field: str) -> float:
-    """A field of /proc/self/status in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise KeyError(field)
 
 
 def transformers_step(tokens: int) -> tuple[Callable[[], float], object]:
     import torch
-    from peft import LoraConfig, get_peft_model
 
     from longtune.model.loading import load_model
 
-    model = load_model("smollm2", dtype="float32", device="cpu").model
-    wrapped = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped.train()
+    wrapped = with_checkpointing(load_model("smollm2", dtype="float32", device="cpu").model, rank=8)
     ids = torch.randint(10, 40000, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     def step() -> float:
@@ -73,24 +58,6 @@ def longtune_step(tokens: int, chunk: int, keep: str) -> tuple[Callable[[], floa
     return step, model
 
 
-def child(way: str, tokens: int, chunk: int, keep: str, repeats: int) -> None:
-    import gc
-    import warnings
-
-    warnings.simplefilter("ignore")
-    step, _model = transformers_step(tokens) if way == "transformers" else longtune_step(tokens, chunk, keep)
-    gc.collect()
-    loaded = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    seconds = []
-    loss = 0.0
-    for _ in range(repeats):
-        start = time.perf_counter()
-        loss = step()
-        seconds.append(time.perf_counter() - start)
-    print(json.dumps({"way": way, "loss": loss, "seconds": seconds, "mib": status("VmHWM") - loaded}))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -101,37 +68,22 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.way:
-        child(args.way, args.tokens, args.chunk, args.keep, args.repeats)
+    if args.way == "transformers":
+        report(args.way, lambda: transformers_step(args.tokens), args.repeats)
         return
-    found: dict[str, list[dict]] = {way: [] for way in WAYS}
-    for _ in range(args.rounds):
-        for way in WAYS:
-            command = [sys.executable, __file__, "--way", way, "--tokens", str(args.tokens), "--chunk", str(args.chunk)]
-            command += ["--keep", args.keep, "--repeats", str(args.repeats)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[way].append(json.loads(output.splitlines()[-1]))
-            print(found[way][-1], flush=True)
-    mib = {way: max(run["mib"] for run in runs) for way, runs in found.items()}
-    seconds = {way: min(s for run in runs for s in run["seconds"]) for way, runs in found.items()}
-    import torch
-    import transformers
-
+    if args.way:
+        report(args.way, lambda: longtune_step(args.tokens, args.chunk, args.keep), args.repeats)
+        return
+    settings = {k: getattr(args, k) for k in ("tokens", "chunk", "keep", "repeats")}
+    found = race(__file__, WAYS, args.rounds, [f"--{k}={v}" for k, v in settings.items()])
     result = {
-        "date": str(date.today()),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "settings": {k: getattr(args, k) for k in ("tokens", "chunk", "keep", "repeats", "rounds")},
-        "mib_above_model": mib,
-        "seconds": seconds,
-        "memory_ratio": mib["longtune"] / mib["transformers"],
-        "time_ratio": seconds["longtune"] / seconds["transformers"],
-        "runs": found,
+        **machine(),
+        "settings": {**settings, "rounds": args.rounds},
+        **compared(found, "longtune", "transformers"),
     }
-    print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
+    print(json.dumps(result, indent=1))
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1))
+        Path(args.out).write_text(json.dumps({**result, "runs": found}, indent=1))
 
 
 if __name__ == "__main__":

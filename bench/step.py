@@ -11,14 +11,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
 from collections.abc import Callable
-from datetime import date
 
-import peft
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
+from common import RANK, SHAPES, build, machine, measure, with_checkpointing
 from torch.utils.checkpoint import checkpoint
 
 from longtune.engine import Engine, Plan
@@ -26,42 +22,10 @@ from longtune.model.adapters import add_lora
 from longtune.objective import get
 from longtune.tree import Forest, Tree
 
-SHAPES = {
-    "llama-8b": dict(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    ),
-    "tiny": dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-}
-RANK = 16
-
-
-def build(shape: str, device: str) -> torch.nn.Module:
-    config = transformers.LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 20, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    return model.requires_grad_(False)
-
 
 def checkpointed(model: torch.nn.Module) -> Callable[[torch.Tensor], float]:
     """transformers + PEFT + gradient checkpointing; cross-entropy in checkpointed chunks of 4,096 tokens."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    wrapped = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules=targets))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped.train()
+    wrapped = with_checkpointing(model)
     head = model.lm_head.weight
 
     def loss_of(hidden: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -96,30 +60,13 @@ def walked(model: torch.nn.Module, plan: Plan, attention: str | None) -> Callabl
     return step
 
 
-def measure(step: Callable[[torch.Tensor], float], tokens: torch.Tensor, repeats: int) -> dict[str, float]:
-    cuda = tokens.is_cuda
-    seconds, loss = [], 0.0
-    for _ in range(repeats):
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = step(tokens)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
-    return {"seconds": min(seconds), "first_seconds": seconds[0], "peak_gib": peak, "loss": loss}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of the shortest row; longer ones run once")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of the shortest row")
+    parser.add_argument("--long-repeats", type=int, default=2, help="runs of longer rows")
     parser.add_argument("--attention", nargs="*", default=[None])
     parser.add_argument("--keep", nargs="*", default=["nothing", "attention"])
     parser.add_argument("--store", default="host")
@@ -131,21 +78,15 @@ def main() -> None:
     table: list[dict[str, object]] = []
 
     def record(way: str, n: int, step: Callable[[torch.Tensor], float]) -> None:
-        entry = {"tokens": n, "way": way, **measure(step, rows[n], args.repeats if n == min(rows) else 1)}
+        repeats = args.repeats if n == min(rows) else args.long_repeats
+        entry = {"tokens": n, "way": way, **measure(lambda: step(rows[n]), device == "cuda", repeats)}
         table.append(entry)
         print(json.dumps(entry), flush=True)
         if args.out:
             with open(args.out, "w") as file:
-                json.dump({"machine": machine, "rows": table}, file, indent=1)
+                json.dump({"machine": described, "rows": table}, file, indent=1)
 
-    machine = {
-        "date": str(date.today()),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "shape": args.shape,
-    }
+    described = {**machine(), "shape": args.shape}
     if not args.skip_peer:
         model = build(args.shape, device)
         step = checkpointed(model)
