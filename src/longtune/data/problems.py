@@ -41,8 +41,20 @@ class Problems:
             shown.append(Problem(place, error.reason, error.fix))
         self._counts[error.kind] = self._counts.get(error.kind, 0) + 1
 
+    def merge(self, other: Problems) -> None:
+        """Takes over those of another, which come after these."""
+        for kind, shown in other._shown.items():
+            mine = self._shown.setdefault(kind, [])
+            mine += shown[: max(0, SHOWN - len(mine))]
+            self._counts[kind] = self._counts.get(kind, 0) + other._counts[kind]
+
     def __bool__(self) -> bool:
         return bool(self._counts)
+
+    @property
+    def shown(self) -> dict[str, list[Problem]]:
+        """The first three of each kind."""
+        return {kind: list(problems) for kind, problems in self._shown.items()}
 
     @property
     def counts(self) -> dict[str, int]:

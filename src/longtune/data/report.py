@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,16 @@ class Report:
     saved: int = 0
     notes: Counter[str] = field(default_factory=Counter)
 
+    def merge(self, other: Report) -> None:
+        """Adds the counts of another part of the sources."""
+        for name, columns in other.columns.items():
+            self.columns.setdefault(name, columns)
+        for name in ("formats", "dropped", "sharing", "notes"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("rows", "kept", "truncated", "tokens", "trained", "saved"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
+
     def lines(self) -> list[str]:
         """Lines to print."""
         lines = [
@@ -56,6 +67,12 @@ class Report:
             lines.append(f"prompt shared: {shares}; {self.saved:,} tokens saved")
         lines += [f"note: {note} ({count:,} rows)" for note, count in self.notes.items()]
         return lines
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        """A report from what `as_dict` gave."""
+        counters = {name: Counter(values[name]) for name in ("formats", "dropped", "sharing", "notes")}
+        return cls(**{**values, **counters})
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""

@@ -41,6 +41,7 @@ class Example:
         sequences: its sequences; one for most supervised rows, one for each answer of a pair.
         pieces: the tree's nodes, parents first.
         paths: for each sequence, the nodes that it goes through.
+        share: leading tokens that its sequences might share; makes the same nodes again from the sequences.
     """
 
     place: str
@@ -48,13 +49,14 @@ class Example:
     sequences: tuple[Sequence_, ...]
     pieces: tuple[Piece, ...]
     paths: tuple[tuple[int, ...], ...]
+    share: int
 
     @classmethod
     def of(cls, place: str, weight: float, sequences: Sequence[Sequence_], share: int | None = None) -> Example:
         """An example whose sequences share at most `share` leading tokens (None: all that are common; 0: none)."""
         limit = max(len(s.ids) for s in sequences) if share is None else share
         pieces, paths = _grow(sequences, limit)
-        return cls(place, weight, tuple(sequences), tuple(pieces), tuple(map(tuple, paths)))
+        return cls(place, weight, tuple(sequences), tuple(pieces), tuple(map(tuple, paths)), limit)
 
     @property
     def size(self) -> int:
