@@ -211,6 +211,8 @@ class RunConfig(_Section):
     """Which tokens of a conversation are trained: assistant | last | all | completion."""
     bad_rows: Literal["error", "drop"] = "error"
     """Rows that can't be used stop the run before it starts, or are left out and counted: error | drop."""
+    token_cache: bool = True
+    """Keep the data's tokens on disk, mapped, where the next run finds them; false holds them in memory."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the tokenizer's chat template."""
     lora: LoraConfig = LoraConfig()

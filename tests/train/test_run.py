@@ -40,12 +40,18 @@ def token_losses(model, trees):
     return found
 
 
+def first_step(trees):
+    """The longest of the epoch's order come first."""
+    order = epoch_order(len(trees), 0, 0)
+    return [trees[index] for index in sorted(order, key=lambda index: -trees[index].size)[:4]]
+
+
 def test_the_first_loss_and_norm_are_those_of_plain_autograd_over_the_whole_step(config, model, tmp_path):
     train(load_config(config, ["train.steps=1", "lora.dropout=0", "train.clip_norm=0"]))
     loaded = load_model(str(model), dtype="float32", device="cpu")
     trees = list(load_dataset(str(tmp_path / "data"), loaded.tokenizer).trees)
     tuned = add_lora(loaded.model, rank=4, alpha=8)
-    step = [trees[index] for index in epoch_order(len(trees), 0, 0)[:4]]
+    step = first_step(trees)
     loss = torch.cat(token_losses(tuned, step)).mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in tuned.parameters() if p.grad is not None])
@@ -90,7 +96,7 @@ def test_sequence_normalisation_is_the_mean_of_row_means(config, model, tmp_path
     train(load_config(config, ["train.steps=1", "lora.dropout=0", "train.loss_normalisation=sequence"]))
     loaded = load_model(str(model), dtype="float32", device="cpu")
     trees = list(load_dataset(str(tmp_path / "data"), loaded.tokenizer).trees)
-    step = [trees[index] for index in epoch_order(len(trees), 0, 0)[:4]]
+    step = first_step(trees)
     with torch.no_grad():
         truth = torch.stack([row.mean() for row in token_losses(loaded.model, step)]).mean()
     assert losses(tmp_path / "run")[1] == pytest.approx(float(truth), rel=1e-5)

@@ -6,6 +6,7 @@ them end to end without padding, so rows of any lengths go together.
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,7 +59,8 @@ class Batcher:
             windows of the order. A longer tree is a batch of its own.
         seed: of the order.
         shuffle: False keeps the order of the sources.
-        longest_first: begin the first epoch with its largest batch, so that a run that won't fit fails at once.
+        longest_first: begin the first epoch with so many of its longest trees, the longest first, so that a run that
+            won't fit fails at once. Given the trees of a step, the steps don't depend on how they are cut into batches.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Batcher:
         tokens_per_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        longest_first: bool = False,
+        longest_first: int = 0,
     ):
         if batch_size < 1 or (tokens_per_batch is not None and tokens_per_batch < 1):
             raise ValueError("batch_size and tokens_per_batch must be at least 1")
@@ -101,15 +103,15 @@ class Batcher:
             order = epoch_order(len(self._trees), self._seed, epoch, self._times)
         else:
             order = sorted(epoch_order(len(self._trees), self._seed, epoch, self._times))
-        if self._tokens is None:
-            batches = [order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size)]
-        else:
-            batches = _pack(order, self._all_sizes(), self._tokens)
-        if self._longest_first and epoch == 0 and batches:
+        if self._longest_first and epoch == 0:
             sizes = self._all_sizes()
-            largest = max(range(len(batches)), key=lambda b: sum(sizes[i] for i in batches[b]))
-            batches.insert(0, batches.pop(largest))
-        return batches
+            first = sorted(range(len(order)), key=lambda place: -sizes[order[place]])[: self._longest_first]
+            front = [order[place] for place in first]
+            taken = set(first)
+            order = front + [index for place, index in enumerate(order) if place not in taken]
+        if self._tokens is None:
+            return [order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size)]
+        return _pack(order, self._all_sizes(), self._tokens)
 
     def _all_sizes(self) -> list[int]:
         if self._sizes is None:
@@ -170,18 +172,16 @@ def _pack(order: list[int], sizes: Sequence[int], limit: int, window: int = 1024
     batches: list[list[int]] = []
     for start in range(0, len(order), window):
         part = order[start : start + window]
-        place = {index: at for at, index in enumerate(part)}
         bins: list[list[int]] = []
-        room: list[int] = []
-        for index in sorted(part, key=lambda i: (-sizes[i], place[i])):
-            fits = [b for b, left in enumerate(room) if left >= sizes[index]]
-            if fits:
-                best = min(fits, key=lambda b: room[b])
-                bins[best].append(index)
-                room[best] -= sizes[index]
-            else:
-                bins.append([index])
-                room.append(limit - sizes[index])
-        bins.sort(key=lambda members: min(place[i] for i in members))
-        batches += bins
+        room: list[tuple[int, int]] = []  # (what is left, bin), sorted: the tightest that fits is found by bisection.
+        for place in sorted(range(len(part)), key=lambda place: (-sizes[part[place]], place)):
+            size = sizes[part[place]]
+            at = bisect.bisect_left(room, (size, -1))
+            left, chosen = room.pop(at) if at < len(room) else (limit, len(bins))
+            if chosen == len(bins):
+                bins.append([])
+            bins[chosen].append(place)
+            bisect.insort(room, (left - size, chosen))
+        bins.sort(key=min)
+        batches += [[part[place] for place in members] for members in bins]
     return batches

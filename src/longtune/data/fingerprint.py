@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def tokens_key(sources: Sequence[Source], tokenizer: Any, settings: Settings, la
         return None
     values = {
         "layout": layout,
+        "code": _code_digest(),
         "settings": dataclasses.asdict(settings),
         "tokenizer": _tokenizer_digest(tokenizer),
         "sources": [
@@ -31,6 +33,16 @@ def tokens_key(sources: Sequence[Source], tokenizer: Any, settings: Settings, la
         ],
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+
+
+def _code_digest() -> str:
+    """What turns rows into tokens: this folder's source, and the libraries that render and encode."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    for package in ("transformers", "tokenizers"):
+        digest.update(importlib.metadata.version(package).encode())
+    return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> tuple[Any, ...]:

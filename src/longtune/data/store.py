@@ -22,7 +22,7 @@ from longtune.data.trees import Example
 from longtune.errors import Problem, UserError
 
 LAYOUT = 1
-"""Counts up when what a folder holds, or how rows become tokens, changes."""
+"""Counts up when what a folder holds changes."""
 
 _IDS = np.dtype("<i4")
 _SPANS = np.dtype([("start", "<i8"), ("end", "<i8"), ("weight", "<f8"), ("answer", "<i4")])

@@ -86,6 +86,30 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", trust_re
     return Loaded(model, tokenizer, name, source, path, reason)
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model alone; a folder needs no weights.
+
+    Args:
+        name: as for `load_model`.
+
+    Raises:
+        UserError: there is no such model, or it has no tokenizer that loads.
+    """
+    place = f"model: {name}"
+    with _quiet():
+        folder = Path(name).expanduser()
+        source, path = ("folder", folder) if name != EMBEDDED and folder.is_dir() else _resolve(name)
+        common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": path is not None}
+        where = str(path) if path is not None else name
+        if source == "gguf":
+            assert path is not None
+            where, common["gguf_file"] = str(path.parent), path.name
+        try:
+            return _load_tokenizer(where, place, common)
+        except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+            raise UserError(_explain(error, place, path, trust_remote_code)) from error
+
+
 def choose_device(device: str) -> torch.device:
     """The device that `device` names; "auto" takes CUDA, then MPS, then the CPU."""
     if device == "auto":

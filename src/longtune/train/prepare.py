@@ -14,10 +14,12 @@ from peft import PeftModel
 from longtune import objective as objectives
 from longtune.config import MemoryPlan, RunConfig
 from longtune.data import Dataset, load_dataset, split_sources
+from longtune.data.progress import reading_bar
 from longtune.data.sources import resolve
 from longtune.engine import Engine, Plan
 from longtune.errors import Problem, UserError
 from longtune.model.adapters import add_lora, init_adapter, load_adapter
+from longtune.model.embedded import cache_folder
 from longtune.model.loading import Loaded, choose_device, load_model
 from longtune.model.reference import load_reference
 from longtune.objective.base import Objective
@@ -135,9 +137,19 @@ def data_sources(config: RunConfig) -> tuple[Any, Any]:
 
 def load_data(config: RunConfig, source: Any, loaded: Loaded) -> Dataset:
     """A source as token trees, by the run's settings."""
-    return load_dataset(
-        source,
-        loaded.tokenizer,
+    with reading_bar(source) as progress:
+        return load_dataset(
+            source,
+            loaded.tokenizer,
+            progress=progress,
+            cache=cache_folder() / "tokens" if config.token_cache else None,
+            **data_settings(config),
+        )
+
+
+def data_settings(config: RunConfig) -> dict[str, Any]:
+    """The run's settings of its data, as `load_dataset` and `check_data` take them."""
+    return dict(
         method=config.method,
         train_on=config.train_on,
         answer_after=config.answer_after,
@@ -186,7 +198,7 @@ def _check_rows(engine: Engine, config: RunConfig, data: Sequence[Dataset]) -> N
     if limit is not None and longest > limit:
         why = f"{engine.unchunkable}: a row must be one chunk, and the longest has {longest} tokens, not {limit}"
         problems.append(Problem("memory", why, f"set memory.chunk_tokens to {longest}, or null"))
-    if any(len(tree.nodes) > 1 for dataset in data for tree in dataset.trees):
+    if any(dataset.branched for dataset in data):
         problems.append(Problem("method", f"{engine.unchunkable}: answers can't share a prompt", "use sft"))
     if problems:
         raise UserError(problems)

@@ -125,6 +125,8 @@ class _Session:
             batch_size=settings.batch_size,
             tokens_per_batch=settings.tokens_per_batch,
             seed=settings.seed,
+            # The rows of the first step: a run that doesn't fit says so at once.
+            longest_first=settings.batch_size * settings.accumulate,
         )
         steps, micro_batches = _length(config, self.batches)
         self.valid = choose_rows(prepared.valid.trees, settings.eval_rows) if prepared.valid else []
@@ -194,7 +196,7 @@ class _Session:
                 rows = _rows_seen(self.batches, loop.micro_batches)
             else:
                 rows = chosen_rows(len(data.trees), self.config.train.eval_rows)
-            data.fill(self.reference, rows, tell)
+            data.fill(self.reference, rows, tell, stopped=lambda: loop.stopper.reason)
         if "validation" in self.referenced:
             self.valid = choose_rows(self.referenced["validation"].trees, self.config.train.eval_rows)
 
