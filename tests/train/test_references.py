@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -139,6 +140,30 @@ def test_another_base_adapter_or_data_set_has_a_cache_of_its_own(parts, cache, d
         tuned.get_base_model().lm_head.weight.mul_(1.1)
     assert filled(parts)[0][-1]["computed"] == len(dataset)
     assert len(list((cache / "references").iterdir())) == 4
+
+
+def test_a_stop_keeps_what_was_computed_and_the_run_can_be_resumed(model, data, tmp_path, monkeypatch):
+    """References of long data take long: a signal must not wait for the last of them."""
+    config = load_config(
+        write_config(tmp_path / "run.yaml", model, data, tmp_path / "run"), ["method=dpo", "memory.chunk_tokens=8"]
+    )
+    cancel = threading.Event()
+    plain = Reference.sums
+
+    def slow(self, trees):
+        cancel.set()
+        return plain(self, trees)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reference, "sums", slow)
+        stopped = train(config, cancel=cancel)
+    assert (stopped.reason, stopped.step) == ("cancelled", 0)
+    (told,) = [e for e in read_events(tmp_path / "run") if e["event"] == "reference" and e["split"] == "train"]
+    assert told["computed"] == told["done"] == 1 < told["rows"]
+    train(config, resume=True)
+    told = next(e for e in read_events(tmp_path / "run") if e["event"] == "reference" and e["done"] == e["rows"])
+    assert told["computed"] == told["rows"] - 1
+    assert len(losses(tmp_path / "run")) == 6
 
 
 @pytest.mark.parametrize("reference", ["cached", "online"])

@@ -135,14 +135,17 @@ class Referenced:
         rows: Sequence[int],
         tell: Callable[[dict[str, Any]], None] = lambda _: None,
         folder: Path | None = None,
+        stopped: Callable[[], object] = lambda: None,
     ) -> None:
         """Finds the references of some rows in the cache, and computes and keeps those that aren't there.
 
         Args:
             rows: indices of the rows.
-            tell: called with what happened: {rows, done, computed, seconds, path}, the last time with done == rows;
+            tell: called with what happened: {rows, done, computed, seconds, path}, the last time with done == rows
+                unless it was stopped;
                 and with {problem, path} of a cache file that can't be used.
             folder: of the cache files.
+            stopped: asked before every forward; when it says yes, what is there is kept and the rest left out.
         """
         start = told = saved = time.monotonic()
         key = reference.key(self._data)
@@ -159,6 +162,8 @@ class Referenced:
         sizes = _sizes(trees)
         computed = 0
         for batch in reference.batches([sizes[row] for row in missing]):
+            if stopped():
+                break
             numbers = [missing[position] for position in batch]
             for number, sums in zip(numbers, reference.sums([trees[number] for number in numbers]), strict=True):
                 self._values[number] = sums
@@ -170,9 +175,9 @@ class Referenced:
             if now - told > _TELL_SECONDS and computed < len(missing):
                 tell(_progress(wanted, wanted - len(missing) + computed, computed, now - start, path))
                 told = now
-        if missing:
+        if computed:
             _write(path, key, self._values)
-        tell(_progress(wanted, wanted, computed, time.monotonic() - start, path))
+        tell(_progress(wanted, wanted - len(missing) + computed, computed, time.monotonic() - start, path))
 
 
 def _progress(rows: int, done: int, computed: int, seconds: float, path: Path) -> dict[str, Any]:
