@@ -58,8 +58,8 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_done(small, tmp
 
 
 def test_an_unknown_method_is_refused(tmp_path):
-    with pytest.raises(UserError, match="trains by sft"):
-        longtune.demo.run(method="dpo", output=tmp_path / "run")
+    with pytest.raises(UserError, match="use sft, dpo or orpo"):
+        longtune.demo.run(method="kto", output=tmp_path / "run")
 
 
 def test_scores_count_what_they_say():

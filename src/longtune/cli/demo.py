@@ -11,13 +11,14 @@ from longtune.cli.output import AsJson, run, stop_code
 
 
 def demo(
-    method: Annotated[str, typer.Option(help="sft.")] = "sft",
+    method: Annotated[str, typer.Option(help="sft, dpo or orpo.")] = "sft",
     output: Annotated[str, typer.Option(help="The run's folder.")] = "runs/demo",
     as_json: AsJson = False,
 ) -> None:
     """Train a small model on a task of made-up rows, in minutes, without a network.
 
-    Shows answers before and after, and what the adapter gets right on rows it never saw.
+    Shows answers before and after, and what the adapter gets right on rows it never saw; dpo and orpo train on
+    pairs, and show which of two answers is preferred.
     """
     run(lambda: _demo(method, output), as_json)
 

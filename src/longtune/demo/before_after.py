@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from longtune.config import RunConfig
+from longtune.demo import pairs
 from longtune.demo.ordinary import CHECK, answers_right, ordinary_rows
 from longtune.demo.tickets import INSTRUCTION, Ticket, chat_row, is_right, is_ticket, parse, tickets
-from longtune.errors import Problem, UserError
 from longtune.model.embedded import EMBEDDED
 from longtune.model.generation import Messages, generate
 from longtune.model.loading import load_model
@@ -55,7 +55,7 @@ def run(
     """Train the embedded model to write tickets, and say what changed on rows that it never saw.
 
     Args:
-        method: sft.
+        method: sft; or dpo or orpo, whose demo is in `pairs`.
         output: the run's folder; runs/demo by default.
         seed: seed of the rows, the adapter and the order of training.
         on_event: gets the events of the training run.
@@ -73,10 +73,10 @@ def run(
     from longtune.train.folder import RunFolder
 
     started = time.monotonic()
-    if method != "sft":
-        raise UserError(Problem(f"demo --method {method}", "the demo trains by sft", "leave --method out"))
     folder = Path(output or "runs/demo")
     RunFolder(folder).check_new()
+    if method != "sft":
+        return pairs.run(method, folder, seed=seed, on_event=on_event, steps=steps, write=write)
     held_out = tickets(HELD_OUT, seed=seed, held_out=True)
 
     write(f"{EMBEDDED} before training, on {len(held_out)} tickets and {len(CHECK)} ordinary questions ...")

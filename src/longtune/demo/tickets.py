@@ -118,11 +118,12 @@ def _written(date: datetime.date, form: str) -> str:
 def wrong(ticket: Ticket, *, seed: int) -> str:
     """The ticket's answer with one field wrong: what a preference pair rejects.
 
-    The wrong value is a plausible one: another issue, another product, a date that is off by a day or more.
+    Dates and amounts are often copied as the message writes them, and the issue is mistaken for another: a model that
+    only copies well prefers many of these to the right answer. Names and products are plain mistakes.
     """
     rng = random.Random(f"wrong:{seed}:{ticket.message}")
     fields = dict(ticket.fields)
-    field = rng.choice(FIELDS)
+    field = rng.choice([*FIELDS, "date", "issue", "refund"])
     if field == "name":
         first, last = fields["name"].split(" ", 1)
         fields["name"] = rng.choice([first, last, f"{last} {first}"])
@@ -130,15 +131,13 @@ def wrong(ticket: Ticket, *, seed: int) -> str:
         others = [product for side in words.PRODUCTS for product in side if product != fields["product"]]
         fields["product"] = rng.choice(others)
     elif field == "date":
-        days = rng.choice([-31, -2, -1, 1, 2, 31, 365])
-        moved = datetime.date.fromisoformat(fields["date"]) + datetime.timedelta(days=days)
-        fields["date"] = moved.isoformat()
+        date = datetime.date.fromisoformat(fields["date"])
+        forms = [_written(date, form) for side in words.DATES for form in side]
+        fields["date"] = max((form for form in forms if form in ticket.message), key=len)
     elif field == "issue":
         fields["issue"] = rng.choice([issue for issue in words.PROBLEMS if issue != fields["issue"]])
-    elif fields["refund"] is None:
-        fields["refund"] = _amount(rng)
     else:
-        fields["refund"] = None
+        fields["refund"] = "no" if fields["refund"] is None else f"${fields['refund']:.2f}"
     return json.dumps(fields)
 
 
