@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from longtune.cli import chat, demo, doctor, eval, init, train
@@ -22,4 +24,7 @@ for verb in (demo.demo, init.init, train.train, eval.eval_, chat.chat, doctor.do
 
 def main() -> None:
     """The entry point of the `longtune` script."""
+    # OpenMP's threads spin while they wait, which costs several times over as soon as another program wants the cores.
+    # It is read when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     app()
