@@ -169,3 +169,10 @@ def test_eval_measures_a_model_alone_on_pairs(model, data):
     assert found["pairs"] == 4
     online = call("eval", model, "--data", data / "valid.jsonl", "--method", "dpo", "--set", "dpo.reference=online")
     assert "accuracy" in online.output
+
+
+def test_init_writes_the_section_of_the_method_that_fits(data, tmp_path):
+    call("init", data, "--file", tmp_path / "run.yaml")
+    text = (tmp_path / "run.yaml").read_text()
+    assert "dpo:  #" in text and "orpo:" not in text
+    assert load_config(tmp_path / "run.yaml").method == "dpo"

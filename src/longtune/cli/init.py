@@ -29,9 +29,12 @@ _SHOWN = {
         "eval_every",
         "save_every",
     ),
+    "dpo": ("beta", "loss", "label_smoothing", "reference", "reference_adapter"),
+    "orpo": ("lambda", "sft_scope"),
+    "simpo": ("beta", "gamma"),
     "memory": (),
 }
-"""Keys that are written, by section; the rest keep their defaults."""
+"""Keys that are written, by section (a method's own only for that method); the rest keep their defaults."""
 
 
 def init(
@@ -105,7 +108,7 @@ def commented(config: Any, formats: list[str], valid: Any) -> str:
     """The config as YAML with each key's description beside it."""
     import yaml
 
-    from longtune.config import describe_keys
+    from longtune.config import LEARNING_RATES, describe_keys
 
     about = describe_keys()
     values = config.to_dict()
@@ -114,6 +117,8 @@ def commented(config: Any, formats: list[str], valid: Any) -> str:
         "# Train with: longtune train FILE; change a key for one run with --set key=value.",
     ]
     for section, keys in _SHOWN.items():
+        if section in LEARNING_RATES and section != config.method:
+            continue
         inner = values if not section else values[section]
         if not isinstance(inner, dict):
             lines += _commented_line(section, inner, about[section], "", yaml)
