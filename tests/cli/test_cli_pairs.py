@@ -26,6 +26,14 @@ def data(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("tiny") / "data")
 
 
+@pytest.fixture(scope="module")
+def frozen(model, data, tmp_path_factory):
+    """A finished run of another method, to start from and to compare with."""
+    folder = tmp_path_factory.mktemp("frozen")
+    config = write_config(folder / "run.yaml", model, data, folder / "run", steps=2)
+    return train(load_config(config, ["method=orpo"])).folder
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGTUNE_CACHE", str(tmp_path / "cache"))
@@ -74,12 +82,14 @@ def test_a_run_reports_pairs_and_eval_agrees_with_its_last_validation(method, mo
     [
         ("method=dpo", "dpo.reference=cached"),
         ("method=dpo", "dpo.reference=online"),
+        ("method=dpo", "init_adapter=FROZEN", "dpo.reference_adapter=FROZEN"),
         ("method=orpo",),
         ("method=simpo", "lora.rslora=true"),
     ],
     ids=str,
 )
-def test_a_stopped_run_resumes_bit_for_bit(settings, model, data, tmp_path):
+def test_a_stopped_run_resumes_bit_for_bit(settings, model, data, tmp_path, frozen):
+    settings = [item.replace("FROZEN", str(frozen)) for item in settings]
     whole = write_config(tmp_path / "whole.yaml", model, data, tmp_path / "whole")
     train(load_config(whole, settings))
     cut = write_config(tmp_path / "cut.yaml", model, data, tmp_path / "cut")

@@ -48,6 +48,20 @@ def test_the_line_shows_step_loss_rate_norm_speed_and_what_is_left():
     assert len(view.progress_line()) < 80
 
 
+def test_pairs_show_how_many_are_right_and_the_margin():
+    view = View()
+    view.update(META)
+    pair = {"pairs": 8.0, "correct": 5.0, "margin": 0.12345}
+    view.update(step(20, **pair))
+    assert "loss 1.2346  acc 5/8  margin 0.123  lr" in view.progress_line()
+    assert len(view.progress_line()) < 110
+    event = {"event": "validation", "step": 3, "loss": 0.5, "rows": 9, "trained_tokens": 99, "seconds": 1.0, **pair}
+    assert "validation loss 0.5  acc 5/8  margin 0.123  (9 rows" in event_lines(event)[0]
+    told = {"event": "reference", "step": 0, "split": "train", "rows": 9, "done": 9, "seconds": 61.0, "path": "/c"}
+    assert "9 of 9 rows of train, 4 computed in 1:01, kept in /c" in event_lines({**told, "computed": 4})[0]
+    assert "all from /c" in event_lines({**told, "computed": 0})[0]
+
+
 def test_the_remaining_time_follows_recent_steps():
     view = View()
     view.update(META)
