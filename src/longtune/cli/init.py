@@ -58,7 +58,7 @@ def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -
     if file.exists() and not force:
         raise UserError(Problem(str(file), "exists already", "choose another with --file, or add --force"))
     renames = parse_columns(columns)
-    method, formats = _detect(data, renames)
+    method, formats = detect_method(data, renames)
     _, valid = split_sources(data)
     steps = 200
     config = RunConfig.model_validate(
@@ -70,7 +70,7 @@ def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -
     return {"file": str(file), "method": method, "formats": formats, "valid": valid, "config": config.to_dict()}
 
 
-def _detect(data: str, renames: dict[str, str]) -> tuple[str, list[str]]:
+def detect_method(data: Any, renames: dict[str, str]) -> tuple[str, list[str]]:
     """The method that fits the data, and the formats found in its first records."""
     from itertools import islice
 
@@ -98,7 +98,7 @@ def _detect(data: str, renames: dict[str, str]) -> tuple[str, list[str]]:
                     found[method].append(name)
     if not found:
         if not problems["sft"]:
-            raise UserError(Problem(data, "holds no rows"))
+            raise UserError(Problem(str(data), "holds no rows"))
         problems["sft"].raise_if_any()
     method = next(iter(found))
     return method, found[method]

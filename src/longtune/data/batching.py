@@ -7,6 +7,7 @@ them end to end without padding, so rows of any lengths go together.
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -165,6 +166,18 @@ class Batcher:
         if changed:
             raise ValueError(f"the data cursor was saved under other settings: {', '.join(changed)}")
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
+
+
+def run_length(batches: Batcher, *, steps: int | None, epochs: float | None, accumulate: int) -> tuple[int, int]:
+    """Optimiser steps and micro-batches of a run of so many steps, or else epochs (1 if neither is given)."""
+    if steps is not None:
+        return steps, steps * accumulate
+    whole, part = divmod(epochs or 1.0, 1.0)
+    # Packed by tokens, epochs differ in their number of batches.
+    micro_batches = sum(len(batches.plan(epoch)) for epoch in range(int(whole)))
+    if part:
+        micro_batches += math.ceil(part * len(batches.plan(int(whole))))
+    return math.ceil(micro_batches / accumulate), micro_batches
 
 
 def _pack(order: list[int], sizes: Sequence[int], limit: int, window: int = 1024) -> list[list[int]]:

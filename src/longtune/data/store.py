@@ -8,7 +8,6 @@ at once the first to rename wins. Which folder belongs to which data is `fingerp
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Self, overload
 import numpy as np
 
 from longtune.data.encoding import Sequence_, Span
+from longtune.data.places import Places, join
 from longtune.data.trees import Example
 from longtune.errors import Problem, UserError
 
@@ -40,7 +40,6 @@ _EXAMPLES = np.dtype(
     ]
 )
 _ARRAYS = {"ids": _IDS, "spans": _SPANS, "sequences": _SEQUENCES, "examples": _EXAMPLES}
-_PLACE = re.compile(r"(.*?)(\d{1,18})?(?:\[(\d{1,9})\])?", re.DOTALL)
 
 
 class Stored(Sequence[Example]):
@@ -101,8 +100,7 @@ class Stored(Sequence[Example]):
         return Sequence_(self._ids[token:token_end], [Span(*s) for s in self._spans[span:span_end].tolist()])
 
     def _place(self, row: Any) -> str:
-        number, part = int(row["number"]), int(row["part"])
-        return self._prefixes[row["prefix"]] + (str(number) if number >= 0 else "") + (f"[{part}]" if part >= 0 else "")
+        return join(self._prefixes[row["prefix"]], int(row["number"]), int(row["part"]))
 
 
 def _map(folder: Path, name: str, count: int) -> np.ndarray:
@@ -132,7 +130,7 @@ class Writer:
         self._root = root
         self._files = {name: (self._folder / f"{name}.bin").open("wb") for name in _ARRAYS}
         self._counts = dict.fromkeys(_ARRAYS, 0)
-        self._prefixes: dict[str, int] = {}
+        self._places = Places()
 
     def __enter__(self) -> Self:
         return self
@@ -154,22 +152,13 @@ class Writer:
             token += len(sequence.ids)
             span += len(sequence.spans)
         for example in examples:
-            place = self._split(example.place)
+            place = self._places.split(example.place)
             rows.append((first, example.share, example.size, len(example.pieces), example.weight, *place))
             first += len(example.sequences)
         self._write("ids", np.concatenate([np.zeros(0, _IDS), *(sequence.ids for sequence in sequences)]))
         self._write("spans", np.array(spans, dtype=_SPANS))
         self._write("sequences", np.array(starts, dtype=_SEQUENCES))
         self._write("examples", np.array(rows, dtype=_EXAMPLES))
-
-    def _split(self, place: str) -> tuple[int, int, int]:
-        """(prefix, number, part) of a place such as "train.jsonl:12[3]"; -1 where there is none."""
-        match = _PLACE.fullmatch(place)
-        prefix, number, part = match.groups() if match else (place, None, None)
-        if number is not None and str(int(number)) != number:
-            prefix, number = prefix + number, None
-        index = self._prefixes.setdefault(prefix, len(self._prefixes))
-        return index, -1 if number is None else int(number), -1 if part is None else int(part)
 
     def _write(self, name: str, values: np.ndarray) -> None:
         try:
@@ -183,7 +172,7 @@ class Writer:
         last = self._counts["sequences"]
         self._write("sequences", np.array([(self._counts["ids"], self._counts["spans"])], dtype=_SEQUENCES))
         self._write("examples", np.array([(last, 0, 0, 0, 0.0, 0, -1, -1)], dtype=_EXAMPLES))
-        meta = {"layout": LAYOUT, "counts": self._counts, "prefixes": list(self._prefixes), **meta}
+        meta = {"layout": LAYOUT, "counts": self._counts, "prefixes": self._places.prefixes, **meta}
         try:
             for file in self._files.values():
                 file.close()

@@ -14,6 +14,7 @@ import torch
 
 from longtune.config import RunConfig, check_config
 from longtune.data import Batcher
+from longtune.data.batching import run_length
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
 from longtune.train import checkpoint as checkpoints
@@ -297,14 +298,7 @@ class _Session:
 def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
     """Optimiser steps and micro-batches of the whole run."""
     train = config.train
-    if train.steps is not None:
-        return train.steps, train.steps * train.accumulate
-    whole, part = divmod(train.epochs or 1.0, 1.0)
-    # Packed by tokens, epochs differ in their number of batches.
-    micro_batches = sum(len(batches.plan(epoch)) for epoch in range(int(whole)))
-    if part:
-        micro_batches += math.ceil(part * len(batches.plan(int(whole))))
-    return math.ceil(micro_batches / train.accumulate), micro_batches
+    return run_length(batches, steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
 
 
 def _rows_seen(batches: Batcher, count: int) -> list[int]:
