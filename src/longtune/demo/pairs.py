@@ -21,7 +21,7 @@ from longtune.model.embedded import EMBEDDED
 from longtune.model.loading import load_model
 
 METHODS = ("dpo", "orpo")
-PAIRS = 192
+PAIRS = 128
 """Pairs of the training data."""
 HELD_OUT = 60
 """Pairs that are measured, none of whose names, products, dates and wordings is trained on."""
