@@ -194,7 +194,7 @@ class _Session:
         for split, data in self.referenced.items():
             if split == "train":
                 # Of a resumed run all, too: values are then computed in the same company, if the cache is gone.
-                rows = _rows_seen(self.batches, loop.micro_batches)
+                rows = _rows_seen(self.batches, loop.micro_batches, len(data.trees))
             else:
                 rows = chosen_rows(len(data.trees), self.config.train.eval_rows)
             data.fill(self.reference, rows, tell, stopped=lambda: loop.stopper.reason)
@@ -301,11 +301,11 @@ def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
     return run_length(batches, steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
 
 
-def _rows_seen(batches: Batcher, count: int) -> list[int]:
-    """Indices of the rows of the first `count` batches."""
+def _rows_seen(batches: Batcher, count: int, most: int) -> list[int]:
+    """Indices of the rows of the first `count` batches, of `most` that there are."""
     rows: set[int] = set()
     epoch = 0
-    while count > 0:
+    while count > 0 and len(rows) < most:
         part = batches.plan(epoch)[:count]
         rows.update(row for batch in part for row in batch)
         count -= len(part)
