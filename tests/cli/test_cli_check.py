@@ -55,7 +55,7 @@ def test_the_lines_name_places_and_mark_trained_tokens(model, tmp_path):
     result = call(path, "--model", model, code=2)
     assert f"{path}:2: the completion is empty" in result.stdout
     assert "q[[a<eos>]]" in result.stdout
-    assert "error: empty answer, 1 rows" in result.stdout
+    assert "error: empty answer, 1 row\n" in result.stdout
 
 
 def test_the_page_is_whole_and_escapes_what_it_shows(model, tmp_path):

@@ -90,6 +90,20 @@ def test_damaged_folders_are_built_anew(write, tokenizer, tmp_path):
     assert described(load_dataset(path, tokenizer, cache=cache)) == truth
 
 
+def test_what_nobody_uses_goes_away(write, tokenizer, tmp_path):
+    cache, path = tmp_path / "cache", write(*TALKS)
+    load_dataset(path, tokenizer, cache=cache)
+    load_dataset(path, tokenizer, cache=cache, train_on="all")
+    (cache / ".building-1").mkdir()
+    (cache / "mine.txt").write_text("not ours")
+    for file in cache.rglob("*"):
+        os.utime(file, (1, 1))
+    load_dataset(path, tokenizer, cache=cache)
+    load_dataset(path, tokenizer, cache=cache, train_on="last")
+    kept = [entry for entry in cache.iterdir() if entry.is_dir()]
+    assert len(kept) == 2 and not (cache / ".building-1").exists() and (cache / "mine.txt").exists()
+
+
 def test_data_with_errors_leaves_nothing_behind(write, tokenizer, tmp_path):
     with pytest.raises(UserError, match="not valid JSON"):
         load_dataset(write(*TALKS, "{"), tokenizer, cache=tmp_path / "cache")

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from longtune.data.check import Run, ShownRow, SplitCheck
+from longtune.data.check import Finding, Run, ShownRow, SplitCheck
 
 _FIGURES = ("min", "p50", "p90", "p99", "max", "mean")
 _SIDES = ("chosen", "rejected")
@@ -35,7 +35,7 @@ def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: An
             console.print(Text(f"  {line}"))
         for finding in split.findings:
             style = "bold red" if finding.level == "error" else "yellow"
-            console.print(Text(f"  {finding.level}: {finding.kind}, {finding.count:,} rows", style=style))
+            console.print(Text(f"  {_headline(finding)}", style=style))
             for problem in finding.problems:
                 console.print(Text(f"    {problem.place}: {problem.reason}"))
             if fix := next((problem.fix for problem in finding.problems if problem.fix), ""):
@@ -48,6 +48,11 @@ def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: An
     counts = [sum(f.level == level for split in splits for f in split.findings) for level in ("error", "warning")]
     told = " and ".join(f"{count} kind{'s' if count != 1 else ''} of {level}s" for count, level in _told(counts))
     console.print(Text(told or "nothing wrong was found", style="bold red" if counts[0] else "bold"))
+
+
+def _headline(finding: Finding) -> str:
+    rows = "1 row" if finding.count == 1 else f"{finding.count:,} rows"
+    return f"{finding.level}: {finding.kind}, {rows}"
 
 
 def _told(counts: list[int]) -> list[tuple[int, str]]:
@@ -144,8 +149,7 @@ def page(splits: Sequence[SplitCheck], estimate: Mapping[str, float], model: str
                 parts.append(f"<tr><th>{name}</th>{cells}</tr>")
             parts.append("</table>")
         for finding in split.findings:
-            parts.append(f'<p class="{finding.level}">{finding.level}: {html.escape(finding.kind)}, ')
-            parts.append(f"{finding.count:,} rows</p><ul>")
+            parts.append(f'<p class="{finding.level}">{html.escape(_headline(finding))}</p><ul>')
             parts += [f"<li>{html.escape(str(problem))}</li>" for problem in finding.problems]
             parts.append("</ul>")
         parts += [_row_html(row) for row in split.shown]

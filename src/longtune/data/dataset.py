@@ -130,7 +130,7 @@ def load_dataset(
         progress: called with the number of rows read so far.
         cache: a folder where the tokens are kept and mapped from, found again for the same files, tokenizer and
             settings; None keeps them in memory. Hub data is mapped from there too, but read anew each time.
-        workers: processes that render and encode; None for one per core.
+        workers: processes that render and encode; 1 for none beside this one, None for one per core from four on.
 
     Raises:
         UserError: every problem found, the first three of each kind with their places.

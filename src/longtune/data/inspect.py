@@ -71,7 +71,6 @@ class Inspector:
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         special = {index: token.content for index, token in added.items() if token.special}
         special |= {tokenizer.convert_tokens_to_ids(token): token for token in tokenizer.all_special_tokens}
-        self._special = np.array(sorted(special), dtype=np.int32)
         self._names = special
         longest_first = sorted(filter(None, special.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -129,10 +128,9 @@ class Inspector:
     def _doubled(self, sequences: list[Sequence_]) -> list[tuple[str, str]]:
         for sequence in sequences:
             ids = sequence.ids
-            at = np.flatnonzero((ids[1:] == ids[:-1]) & np.isin(ids[1:], self._special))
-            if at.size:
-                name = self._names[int(ids[at[0]])]
-                return [(DOUBLED, f"{name} stands twice in a row, at token {int(at[0])}")]
+            for at in np.flatnonzero(ids[1:] == ids[:-1]).tolist():
+                if name := self._names.get(int(ids[at])):
+                    return [(DOUBLED, f"{name} stands twice in a row, at token {at}")]
         return []
 
     def _in_content(self, row: Row) -> list[tuple[str, str]]:

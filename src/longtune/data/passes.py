@@ -37,7 +37,8 @@ class Pass:
 
     Args:
         progress: called with the number of rows read so far.
-        workers: processes; None for one per core, 1 for none beside this one.
+        workers: processes; 1 for none beside this one. None for one per core where there are at least four: of two
+            or three this process and the tokenizer's threads make full use already.
 
     Attributes:
         report: counts of all sources so far.
@@ -185,9 +186,9 @@ def _prepare(records: Sequence[tuple[str, Record | RowError]]) -> Batch:
 
 
 def _cores() -> int:
-    """Processes to use: $LONGTUNE_WORKERS, else the cores that this process may use, at most 16."""
+    """Processes to use: $LONGTUNE_WORKERS, else the cores that this process may use, at most 16; 1 below 4 cores."""
     given = os.environ.get("LONGTUNE_WORKERS", "")
     if given.isdigit():
         return max(1, int(given))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 16)
+    return min(cores, 16) if cores >= 4 else 1

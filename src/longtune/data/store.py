@@ -7,9 +7,12 @@ at once the first to rename wins. Which folder belongs to which data is `fingerp
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
@@ -23,6 +26,8 @@ from longtune.errors import Problem, UserError
 
 LAYOUT = 1
 """Counts up when what a folder holds changes."""
+
+_BUILDING = ".building-"
 
 _IDS = np.dtype("<i4")
 _SPANS = np.dtype([("start", "<i8"), ("end", "<i8"), ("weight", "<f8"), ("answer", "<i4")])
@@ -39,6 +44,10 @@ _EXAMPLES = np.dtype(
         ("part", "<i4"),
     ]
 )
+_UNUSED = 30 * 86400.0
+_ABANDONED = 86400.0
+"""Seconds after which a folder that no run has opened, and one that nobody builds any more, is deleted."""
+
 _ARRAYS = {"ids": _IDS, "spans": _SPANS, "sequences": _SEQUENCES, "examples": _EXAMPLES}
 
 
@@ -124,9 +133,10 @@ class Writer:
     def __init__(self, root: Path):
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
+            self._folder = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=root))
         except OSError as error:
             raise _unwritable(root, error) from error
+        _prune(root)
         self._root = root
         self._files = {name: (self._folder / f"{name}.bin").open("wb") for name in _ARRAYS}
         self._counts = dict.fromkeys(_ARRAYS, 0)
@@ -198,9 +208,24 @@ class Writer:
 def open_stored(folder: Path) -> Stored | None:
     """The examples of a folder; None where it isn't there, not whole, or of another layout."""
     try:
-        return Stored(folder)
+        found = Stored(folder)
     except ValueError:
         return None
+    with contextlib.suppress(OSError):
+        os.utime(folder / "meta.json")
+    return found
+
+
+def _prune(root: Path) -> None:
+    """Deletes what nobody has used for long; a run that has it mapped keeps it all the same."""
+    now = time.time()
+    for folder in root.iterdir():
+        with contextlib.suppress(OSError):
+            building = folder.name.startswith(_BUILDING)
+            if folder.is_dir() and (building or (folder / "meta.json").is_file()):
+                used = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+                if now - used > (_ABANDONED if building else _UNUSED):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
