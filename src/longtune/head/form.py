@@ -33,7 +33,7 @@ def read_form(stack: Stack) -> HeadForm | None:
     head = stack.head_module
     if type(head) is not nn.Linear or not head.weight.is_floating_point():
         return None
-    if any(p.requires_grad for p in head.parameters()):
+    if any(p.requires_grad for p in stack.head_parameters):
         return None
     cap = getattr(stack.model.config.get_text_config(), "final_logit_softcapping", None)
     hidden = _probes(head, cap)

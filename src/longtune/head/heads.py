@@ -27,13 +27,20 @@ class Head(Protocol):
 
     def backward(
         self, hidden_MH: torch.Tensor, token_M: torch.Tensor, cotangent_M: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Log-probs [M], d(hidden) [M, H] in the hidden states' dtype, and the gradients of `parameters`."""
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
+        """Log-probs [M], d(hidden) [M, H] in the hidden states' dtype, and the gradients of `parameters` (None for one
+        that takes no part)."""
         ...
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _pieces(count: int, size: int | None) -> list[slice]:
+    """`count` targets in pieces of at most `size` (None: one piece)."""
+    step = size or max(count, 1)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 class Reference:
@@ -73,10 +80,6 @@ class Chunked:
         self.chunk = chunk
         self.parameters: list[torch.Tensor] = []
 
-    def _pieces(self, count: int) -> list[slice]:
-        step = self.chunk or max(count, 1)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
     def _logits(self, hidden_MH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits in fp32 (fp64), and tanh of the capped score where there is a softcap."""
         form = self.form
@@ -91,7 +94,7 @@ class Chunked:
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
         out = hidden_MH.new_empty(token_M.numel(), dtype=_wide(hidden_MH.dtype))
         with torch.no_grad():
-            for piece in self._pieces(token_M.numel()):
+            for piece in _pieces(token_M.numel(), self.chunk):
                 logits, _ = self._logits(hidden_MH[piece])
                 picked = logits.gather(1, token_M[piece, None])[:, 0]
                 out[piece] = picked - torch.logsumexp(logits, -1)
@@ -101,7 +104,7 @@ class Chunked:
         out = hidden_MH.new_empty(token_M.numel(), dtype=_wide(hidden_MH.dtype))
         dhidden = torch.empty_like(hidden_MH)
         with torch.no_grad():
-            for piece in self._pieces(token_M.numel()):
+            for piece in _pieces(token_M.numel(), self.chunk):
                 logits, bent = self._logits(hidden_MH[piece])
                 total = torch.logsumexp(logits, -1, keepdim=True)
                 column = token_M[piece, None]
@@ -121,11 +124,7 @@ class ModelHead:
     def __init__(self, stack: Stack, chunk: int | None):
         self.stack = stack
         self.chunk = chunk
-        self.parameters: list[torch.Tensor] = [p for p in stack.head_module.parameters() if p.requires_grad]
-
-    def _pieces(self, count: int) -> list[slice]:
-        step = self.chunk or max(count, 1)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        self.parameters: list[torch.Tensor] = [p for p in stack.head_parameters if p.requires_grad]
 
     def _log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
         logits = self.stack.logits(hidden_MH).to(_wide(hidden_MH.dtype))
@@ -133,14 +132,14 @@ class ModelHead:
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            pieces = self._pieces(token_M.numel())
+            pieces = _pieces(token_M.numel(), self.chunk)
             return torch.cat([self._log_probs(hidden_MH[piece], token_M[piece]) for piece in pieces])
 
     def backward(self, hidden_MH: torch.Tensor, token_M: torch.Tensor, cotangent_M: torch.Tensor):
         out = hidden_MH.new_empty(token_M.numel(), dtype=_wide(hidden_MH.dtype))
         dhidden = torch.empty_like(hidden_MH)
-        sums = [torch.zeros_like(p, dtype=_wide(p.dtype)) for p in self.parameters]
-        for piece in self._pieces(token_M.numel()):
+        sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for piece in _pieces(token_M.numel(), self.chunk):
             with torch.enable_grad():
                 hidden = hidden_MH[piece].detach().requires_grad_()
                 log_probs = self._log_probs(hidden, token_M[piece])
@@ -149,9 +148,10 @@ class ModelHead:
                 )
             out[piece] = log_probs.detach()
             dhidden[piece] = grads[0]
-            for total, grad in zip(sums, grads[1:], strict=True):
+            for index, grad in enumerate(grads[1:]):
                 if grad is not None:
-                    total += grad
+                    total = sums[index]
+                    sums[index] = grad.to(_wide(grad.dtype)) if total is None else total.add_(grad)
         return out, dhidden, sums
 
 
