@@ -51,7 +51,7 @@ class DataSource(_Section):
     path: str
     """A file, a folder or a hub name."""
     weight: float = Field(default=1.0, gt=0.0)
-    """How often its rows are drawn, relative to the other sources."""
+    """How often each of its rows is seen in an epoch; a fraction draws that share of them anew each epoch."""
 
 
 class LoraConfig(_Section):

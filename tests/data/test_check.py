@@ -151,6 +151,17 @@ def test_the_estimate_is_the_runs_own_count(write, tokenizer):
     assert found["largest_batch"] == sum(sorted(split.sizes.tolist())[-2:])
 
 
+def test_forked_processes_find_the_same(write, tokenizer, monkeypatch):
+    monkeypatch.setattr("longtune.data.passes.ALONE", 1)
+    rows = [chat(f"q {i % 700}", "a " * (i % 9)) for i in range(1000)]
+    path = write(*rows)
+    found = [check_data({"train": path}, tokenizer, Settings(), show=2, workers=workers) for workers in (1, 2)]
+    one, two = (split.as_dict() for (split,) in found)
+    # Each process looks at the template's share of its own first rows.
+    assert one.pop("template").keys() == two.pop("template").keys()
+    assert one == two
+
+
 def test_settings_that_make_no_sense_are_refused(write, tokenizer):
     with pytest.raises(UserError, match="train_on"):
         check(write(chat("q", "a")), tokenizer, train_on="nobody")
