@@ -32,6 +32,15 @@ def real_data() -> Path:
     return REAL_DATA
 
 
+@pytest.fixture(autouse=True)
+def own_cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Runs of tests keep their tokens and references to themselves, not in the user's cache."""
+    if request.node.path.parent.name in ("cli", "train"):
+        monkeypatch.setenv("LONGTUNE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds NaN (integers: their largest value; booleans: True) for the length of the test.
