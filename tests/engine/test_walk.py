@@ -252,3 +252,43 @@ def test_rotary_embeddings_that_depend_on_the_length_see_the_whole_row(kind):
     both = Forest([short, support.random_sequence(9, seed=4)])
     truth = support.oracle_gradients(make(), both, -both.targets.weight.double())
     assert support.worst(walk_gradients(Engine(make(), Plan(chunk_tokens=4)), both), truth) < 1e-5
+
+
+OTHERS = {
+    # The model calls the decoder inside its base.
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    # The head is more than one matrix.
+    "modernbert-decoder": dict(local_attention=12, global_attn_every_n_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_heads_of_other_shapes_are_exact(name, trained):
+    settings = {k: v for k, v in support.BASE.items() if k != "head_dim"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**settings, **OTHERS[name]})).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    decoder = {id(p) for p in model.get_decoder().parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained or id(parameter) in decoder)
+    for place, parameter in model.named_parameters():
+        if place.endswith("k_proj.bias"):
+            # Moves all of a query's scores alike: its gradient is zero, and what is computed is rounding.
+            parameter.requires_grad_(False)
+    forest = Forest([support.random_sequence(11)])
+    cotangent = -forest.targets.weight.double()
+    truth = support.oracle_gradients(model, forest, cotangent)
+    engine = Engine(model, Plan(chunk_tokens=4, head_chunk=3))
+    expected = support.oracle_log_probs(model, forest).detach()
+    assert torch.allclose(engine.log_probs(forest), expected, atol=1e-6)
+    assert support.worst(walk_gradients(engine, forest), truth) < 1e-5
+
+
+def test_a_model_with_attention_of_its_own_is_refused():
+    """ALiBi is added to the scores outside the function that the engine takes the place of."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2))
+    with pytest.raises(UserError, match="not supported"):
+        Engine(model)

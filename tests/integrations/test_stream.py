@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
@@ -221,3 +223,70 @@ def test_hf_trainer_needs_no_change(tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     assert train(True) == pytest.approx(train(False), rel=1e-4)
+
+
+def test_parameters_changed_before_the_backward_are_refused_as_in_autograd(model):
+    with longtune.stream(model):
+        loss = model(input_ids=batch(), labels=batch()).loss
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+        with pytest.raises(RuntimeError, match="inplace"):
+            loss.backward()
+
+
+def test_gradients_arrive_under_saved_tensor_hooks(model):
+    _, truth = backward(model, input_ids=batch(), labels=batch(), use_cache=False)
+    with longtune.stream(model), torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        _, found = backward(model, input_ids=batch(), labels=batch())
+    assert support.worst(found, truth) < 1e-6
+
+
+def test_a_backward_in_another_mode_than_its_forward_is_refused():
+    model = support.with_lora(support.clean_llama(), dropout=0.4).train()
+    with longtune.stream(model):
+        loss = model(input_ids=batch(), labels=batch()).loss
+        model.eval()
+        with pytest.raises(RuntimeError, match="evaluation mode"):
+            loss.backward()
+        model.train()
+        loss.backward()
+
+
+def test_a_handle_closed_before_the_backward_is_named(model):
+    with longtune.stream(model):
+        loss = model(input_ids=batch(), labels=batch()).loss
+    with pytest.raises(RuntimeError, match="closed before the backward"):
+        loss.backward()
+
+
+def test_a_deep_copy_of_a_streamed_model_is_a_plain_one(model):
+    with longtune.stream(model):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            next(p for p in twin.parameters() if p.requires_grad).mul_(3.0)
+        loss, found = backward(twin, input_ids=batch(), labels=batch(), use_cache=False)
+        assert all(p.grad is None for p in model.parameters())
+        with longtune.stream(twin):
+            again, streamed = backward(twin, input_ids=batch(), labels=batch())
+    assert again == pytest.approx(loss, rel=1e-6) and support.worst(streamed, found) < 1e-6
+
+
+def test_a_head_trained_frozen_or_replaced_later_is_noticed():
+    model = support.clean_llama().requires_grad_(False)
+    with longtune.stream(model) as handle:
+        model.lm_head.requires_grad_(True)
+        _, found = backward(model, input_ids=batch(), labels=batch())
+        assert set(found) == {"lm_head.weight"}
+        model.lm_head = torch.nn.Linear(32, 97, dtype=torch.float64).requires_grad_(False)
+        model.model.requires_grad_(True)
+        loss, found = backward(model, input_ids=batch(), labels=batch())
+        handle.close()
+    truth_loss, truth = backward(model, input_ids=batch(), labels=batch(), use_cache=False)
+    assert loss == pytest.approx(truth_loss, rel=1e-6) and support.worst(found, truth) < 1e-6
+
+
+def test_a_tuple_when_asked_for(model):
+    ids = batch()
+    with longtune.stream(model):
+        (loss,) = model(input_ids=ids, labels=ids, return_dict=False)
+        assert loss.item() == model(input_ids=ids, labels=ids).loss.item()

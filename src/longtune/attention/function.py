@@ -103,6 +103,10 @@ class AttentionPort:
         AttentionInterface.register(self.name, call)
         self._finalizer = weakref.finalize(self, AttentionInterface._global_mapping.pop, self.name, None)
 
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
     def close(self) -> None:
         """Take the entry out of transformers' registry."""
         self._finalizer()
@@ -145,7 +149,7 @@ class AttentionPort:
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         score = Score(scale, softcap, sliding_window, s_aux)
         if self.probe is not None:
-            return self.probe(module, query, key, value, attention_mask, score), None
+            return self.probe(module, query, key, value, attention_mask, score).contiguous(), None
         cell = self.cell
         assert cell is not None, "attention was called outside a walk"
         if cell.writes:
@@ -154,4 +158,5 @@ class AttentionPort:
             raise StopLayer
         own = (key, value) if cell.writes else (None, None)
         out = _PathAttentionFunction.apply(query, *own, self.attention, cell, score)
-        return out.transpose(1, 2), None
+        # Contiguous as in transformers' own attention: some models take a view of it.
+        return out.transpose(1, 2).contiguous(), None

@@ -47,20 +47,31 @@ class Engine:
         self.unchunkable: str | None = None
         try:
             self.structure = learn(self.stack, self.port)
+            with torch.no_grad(), evaluating(self.stack.model):
+                # Outside any walk, since a head is looked for by trial.
+                self.stack.logits(self.structure.hidden[:1])
             self.head = make_head(self.stack, self.plan.head_chunk)
+            self._head_state = self._state_of_head()
             self.boundaries = make_store(self.plan.boundary_store, self.stack.device)
             self.unchunkable = self._check()
-        except BaseException:
+        except BaseException as error:
             self.port.close()
+            if isinstance(error, Exception) and not isinstance(error, (UserError, torch.OutOfMemoryError)):
+                raise UserError(_cannot_be_walked(self.stack, error)) from error
             raise
 
     def set_plan(self, plan: Plan) -> None:
         """Walk differently from the next step on."""
         if plan.head_chunk != self.plan.head_chunk:
             self.head = make_head(self.stack, plan.head_chunk)
+            self._head_state = self._state_of_head()
         if plan.boundary_store != self.plan.boundary_store:
             self.boundaries = make_store(plan.boundary_store, self.stack.device)
         self.plan = plan
+
+    @property
+    def closed(self) -> bool:
+        return self.port.closed
 
     def close(self) -> None:
         """Release the engine's entry in transformers' registry; the engine cannot be used afterwards."""
@@ -69,7 +80,14 @@ class Engine:
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
+        if (state := self._state_of_head()) != self._head_state:
+            self.head = make_head(self.stack, self.plan.head_chunk)
+            self._head_state = state
         return Walk(self, forest, key, grad)
+
+    def _state_of_head(self) -> list[tuple[int, bool, torch.dtype]]:
+        """Changes when somebody trains, freezes, casts or replaces a part of the head."""
+        return [(id(p), p.requires_grad, p.dtype) for p in self.stack.head_parameters]
 
     def _refuse_unchunkable(self, forest: Forest) -> None:
         if self.unchunkable is None:
@@ -173,3 +191,10 @@ class Engine:
         if not errors[2] <= tolerance:
             return f"its layers mix tokens outside attention (relative difference between chunks {errors[2]:.2g})"
         return None
+
+
+def _cannot_be_walked(stack: Stack, error: Exception) -> Problem:
+    """What it means that a model failed on its first few tokens under the engine."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = f"its forward fails where the engine takes over ({type(error).__name__}: {first[:120]})"
+    return Problem(type(stack.model).__name__, reason, "this architecture is not supported")

@@ -85,6 +85,18 @@ class Walk:
             return 0
         return next((i for i, own in enumerate(self._parameters) if own), len(self.stack.layers))
 
+    def check_modes(self) -> None:
+        """Refuse a backward whose recomputed cells would not repeat the dropout of the forward.
+
+        Raises:
+            RuntimeError: layers went from training to evaluation mode, or the other way, since the walk began.
+        """
+        if self._random != [has_dropout(layer) for layer in self.stack.layers]:
+            raise RuntimeError(
+                "the model changed between training and evaluation mode after a streamed forward with dropout;"
+                " run the backward in the mode of its forward"
+            )
+
     # forward
 
     def forward(self) -> None:

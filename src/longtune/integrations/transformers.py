@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,8 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, walk: Walk, *parameters: torch.Tensor) -> torch.Tensor:
         walk.forward()
         ctx.walk, ctx.parameters = walk, parameters
+        # Not for their values: autograd then refuses a backward after they were changed in place.
+        ctx.save_for_backward(*parameters)
         return walk.hidden()
 
     @staticmethod
@@ -62,6 +65,7 @@ class _Loss(torch.autograd.Function):
         walk.forward()
         log_probs = walk.head(cotangent)
         ctx.walk, ctx.parameters = walk, parameters
+        ctx.save_for_backward(*parameters)
         return (log_probs * cotangent.to(log_probs)).sum()
 
     @staticmethod
@@ -76,6 +80,10 @@ def _take(ctx: Any) -> Walk:
     walk = ctx.walk
     if walk is None:
         raise RuntimeError("a streamed forward can be walked back once; run the forward again")
+    _ = ctx.saved_tensors  # Raises if they were changed in place.
+    if walk.engine.closed:
+        raise RuntimeError("the handle of a streamed model was closed before the backward of its forward")
+    walk.check_modes()
     ctx.walk = None
     return walk
 
@@ -96,14 +104,15 @@ class Streamed:
     def __init__(self, model: nn.Module, plan: Plan):
         self._model = unwrap(model)
         self._decoder = find_layers(self._model)[0]
-        if getattr(self._decoder.forward, "__longtune__", None) is not None:
+        handle = getattr(self._decoder.forward, "__longtune__", None)
+        if handle is not None and handle._decoder is self._decoder:
             raise UserError(Problem(type(model).__name__, "the model is streamed already", "close the first handle"))
         self.engine = Engine(model, plan)
         self._open = True
         self._decoder_forward = self._decoder.forward
         self._model_forward = self._model.forward
-        self._decoder.forward = self._wrap(self._decoder_forward, self._decoder_call)
-        self._model.forward = self._wrap(self._model_forward, self._model_call)
+        self._decoder.forward = self._wrap(self._decoder, self._decoder_call)
+        self._model.forward = self._wrap(self._model, self._model_call)
 
     @property
     def plan(self) -> Plan:
@@ -133,18 +142,25 @@ class Streamed:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _wrap(self, original: Any, call: Any) -> Any:
+    def _wrap(self, streamed: nn.Module, call: Any) -> Any:
+        """A bound method, so that a deep copy of the module gets one that is bound to the copy and is told apart."""
+        original: Any = streamed.forward
         signature = inspect.signature(original)
         names = list(signature.parameters)
 
         @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not streamed:
+                return type(module).forward(module, *args, **kwargs)
             if not self._open:
                 return original(*args, **kwargs)
             return call({**dict(zip(names, args, strict=False)), **kwargs})
 
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [own, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
         forward.__longtune__ = self  # pyright: ignore[reportFunctionMemberAccess]
-        return forward
+        return types.MethodType(forward, streamed)
 
     # the two forwards
 
@@ -162,6 +178,12 @@ class Streamed:
         return HiddenOutput(batch.spread(hidden_TH))
 
     def _model_call(self, given: dict[str, Any]) -> Any:
+        output = self._model_output(given)
+        if given.get("return_dict") is False and not isinstance(output, tuple):
+            return output.to_tuple()
+        return output
+
+    def _model_output(self, given: dict[str, Any]) -> Any:
         labels, shifted = given.get("labels"), given.get("shift_labels")
         wants_logits = not (isinstance(keep := given.get("logits_to_keep", 0), int) and keep == 0)
         custom = getattr(self._model, "loss_type", None) not in (None, "ForCausalLM")

@@ -93,10 +93,11 @@ class HiddenOutput:
 class _GivenHidden(nn.Module):
     """Takes the decoder's place and returns given hidden states."""
 
-    def __init__(self, decoder: nn.Module):
+    def __init__(self, decoder: nn.Module, hidden: torch.Tensor):
         super().__init__()
         object.__setattr__(self, "_decoder", decoder)
-        self.hidden: torch.Tensor | None = None
+        self.hidden = hidden
+        self.asked = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -105,7 +106,7 @@ class _GivenHidden(nn.Module):
             return getattr(object.__getattribute__(self, "_decoder"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.hidden is not None
+        self.asked = True
         return HiddenOutput(self.hidden)
 
 
@@ -172,14 +173,14 @@ class Stack:
         self.model = unwrap(model)
         self.decoder, self._list, decoder_name, self.layers_name = find_layers(self.model)
         self._base_name = decoder_name.partition(".")[0]
+        # Most models call their base; some (OPT) call the decoder inside it.
+        self._head_places = list(dict.fromkeys((self._base_name, decoder_name)))
         self.layers: list[nn.Module] = list(self._list)
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
         self._configs = self._find_configs()
         self.rope = LengthDependentRope(self.decoder)
         self._decoder_forward = self.decoder.forward
-        inside = {id(p) for p in self._list.parameters()}
-        self.outer_parameters = [p for p in self.decoder.parameters() if id(p) not in inside]
 
     def _find_configs(self) -> list[Any]:
         configs = {}
@@ -193,6 +194,20 @@ class Stack:
     def head_module(self) -> nn.Module:
         """The model's output embeddings."""
         return cast(nn.Module, self.model.get_output_embeddings())
+
+    @property
+    def outer_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the decoder outside its layers, as they are now."""
+        inside = {id(p) for p in self._list.parameters()}
+        return [p for p in self.decoder.parameters() if id(p) not in inside]
+
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Parameters that come after the decoder, as they are now: all that lie outside the base, and the output
+        embeddings (which may be those of the input)."""
+        inside = {id(p) for p in getattr(self.model, self._base_name).parameters()}
+        inside -= {id(p) for p in self.head_module.parameters()}
+        return [p for p in self.model.parameters() if id(p) not in inside]
 
     @property
     def device(self) -> torch.device:
@@ -294,16 +309,28 @@ class Stack:
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states [M, H], by the model's own outer forward (scaling and softcap included)."""
-        base = getattr(self.model, self._base_name)
-        stand_in = _GivenHidden(base)
-        stand_in.hidden = hidden_MH[None]
         dummy = torch.zeros(1, hidden_MH.shape[0], dtype=torch.int64, device=hidden_MH.device)
-        try:
-            setattr(self.model, self._base_name, stand_in)
-            output = type(self.model).forward(self.model, input_ids=dummy, use_cache=False)
-        finally:
-            setattr(self.model, self._base_name, base)
-        return output.logits[0]
+        while self._head_places:
+            parent_name, _, name = self._head_places[0].rpartition(".")
+            parent = self.model.get_submodule(parent_name)
+            replaced = getattr(parent, name)
+            stand_in = _GivenHidden(replaced, hidden_MH[None])
+            try:
+                setattr(parent, name, stand_in)
+                output = type(self.model).forward(self.model, input_ids=dummy, use_cache=False)
+            finally:
+                setattr(parent, name, replaced)
+            if stand_in.asked:
+                return output.logits[0]
+            # It went round the stand-in: these logits are of other hidden states.
+            self._head_places.pop(0)
+        raise UserError(
+            Problem(
+                type(self.model).__name__,
+                "its head doesn't read the hidden states of its decoder",
+                "this architecture is not supported",
+            )
+        )
 
     def learn_shared(self, calls: list[LayerCall], before: list[dict[str, int]]) -> None:
         """Note which mapping arguments the layers filled in a real forward, and keep placeholders of the entries."""
