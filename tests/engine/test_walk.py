@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from longtune.engine import Engine, Plan
 from longtune.errors import UserError
@@ -292,3 +292,26 @@ def test_a_model_with_attention_of_its_own_is_refused():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2))
     with pytest.raises(UserError, match="not supported"):
         Engine(model)
+
+
+def test_an_image_encoder_is_not_taken_for_the_decoder():
+    """It comes first in the model, and has as many layers."""
+    text = {**support.BASE, "model_type": "llama", "num_hidden_layers": 2}
+    vision = dict(
+        model_type="clip_vision_model",
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).double().eval()
+    model.model.vision_tower.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(False)
+    forest = Forest([support.random_sequence(11)])
+    cotangent = -forest.targets.weight.double()
+    truth = support.oracle_gradients(model, forest, cotangent)
+    assert support.worst(walk_gradients(Engine(model, Plan(chunk_tokens=4)), forest), truth) < 1e-5

@@ -143,6 +143,8 @@ def find_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList,
     """
     count = model.config.get_text_config().num_hidden_layers
     modules = dict(model.named_modules())
+    embedding = model.get_input_embeddings()
+    found: list[tuple[PreTrainedModel, nn.ModuleList, str, str]] = []
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList) or len(module) != count or name.rpartition(".")[2] not in _LIST_NAMES:
             continue
@@ -150,7 +152,10 @@ def find_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList,
         while parent and not isinstance(modules[parent], PreTrainedModel):
             parent = parent.rpartition(".")[0]
         if parent:
-            return cast(PreTrainedModel, modules[parent]), module, parent, name
+            found.append((cast(PreTrainedModel, modules[parent]), module, parent, name))
+    if found:
+        # An image encoder may have as many layers as the decoder, but embeds no tokens.
+        return next((f for f in found if any(module is embedding for module in f[0].modules())), found[0])
     raise UserError(Problem(type(model).__name__, f"no list of {count} decoder layers was found inside a base model"))
 
 
