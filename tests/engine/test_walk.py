@@ -315,3 +315,11 @@ def test_an_image_encoder_is_not_taken_for_the_decoder():
     cotangent = -forest.targets.weight.double()
     truth = support.oracle_gradients(model, forest, cotangent)
     assert support.worst(walk_gradients(Engine(model, Plan(chunk_tokens=4)), forest), truth) < 1e-5
+
+
+def test_damaged_weights_are_not_taken_for_an_architecture():
+    model = support.clean_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        Engine(model)

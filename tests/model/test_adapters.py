@@ -193,6 +193,10 @@ def test_what_is_no_whole_adapter_is_refused(tmp_path):
     (tmp_path / "a" / "adapter_model.bin").touch()
     with pytest.raises(UserError, match="pickled"):
         load_adapter(model, tmp_path / "a")
+    cut = {name: tensor[:1] if "lora_A" in name else tensor[:, :1] for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in cut.items()}, weights)
+    with pytest.raises(UserError, match="other sizes"):
+        load_adapter(tiny_model("llama", torch.float32), tmp_path / "a")
     weights.write_bytes(b"not safetensors")
     with pytest.raises(UserError, match="can't be read"):
         load_adapter(model, tmp_path / "a")

@@ -87,6 +87,12 @@ def test_a_folder_without_config_or_weights(copy, tmp_path):
     assert "is an adapter" in refusal(tmp_path / "adapter")
 
 
+def test_a_config_with_values_of_the_wrong_type(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    assert "hidden_size" in refusal(copy)
+
+
 def test_pickled_weights_are_refused(copy):
     torch.save({}, copy / "pytorch_model.bin")
     (copy / "model.safetensors").unlink()

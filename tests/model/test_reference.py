@@ -167,6 +167,9 @@ def test_the_fingerprint_is_of_the_base_model_alone(frozen):
     assert fingerprint(model) == fingerprint(drawn(model, 3)) == plain
     load_reference(model, frozen[0])
     assert fingerprint(model) == plain
+    edited = tiny_model("llama", torch.float32)
+    edited.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] += 0.01
+    assert fingerprint(edited) != plain
     assert fingerprint(tiny_model("llama", torch.bfloat16)) != plain
     assert fingerprint(tiny_model("llama", torch.float32, seed=1)) != plain
     assert fingerprint(tiny_model("llama", torch.float32, rms_norm_eps=1e-3)) != plain

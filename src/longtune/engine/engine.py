@@ -163,6 +163,14 @@ class Engine:
         tokens = torch.arange(PROBE_TOKENS)
         forest = Forest([Tree.sequence(tokens)])
         expected = self.structure.hidden.double()
+        if not bool(expected.isfinite().all()):
+            raise UserError(
+                Problem(
+                    type(self.stack.model).__name__,
+                    f"its own forward gives values that are not finite, in {self.stack.dtype}",
+                    "look for damaged weights or a damaged adapter, or use a wider dtype",
+                )
+            )
         tolerance = 0.1 if self.stack.dtype in (torch.bfloat16, torch.float16) else 1e-3
         plan = self.plan
         errors = {}

@@ -183,10 +183,16 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     path = find_adapter(folder)
     config = read_config(path)
     check_fit(model, path)
-    with undisturbed():
-        loaded = PeftModel.from_pretrained(
-            model, str(path), config=use_lean_layers(config), is_trainable=trainable, local_files_only=True
-        )
+    try:
+        with undisturbed():
+            loaded = PeftModel.from_pretrained(
+                model, str(path), config=use_lean_layers(config), is_trainable=trainable, local_files_only=True
+            )
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        reason = f"its tensors are of other sizes than {CONFIG} says ({str(error).strip().splitlines()[1].strip()})"
+        raise UserError(Problem(str(path), reason, "copy both of its files again")) from error
     lacking = sorted(set(_state(loaded)) - set(_read_shapes(path)))
     if lacking:
         raise UserError([Problem(str(path), f"has no tensor {name}") for name in lacking[:10]])

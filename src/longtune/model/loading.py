@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -244,7 +245,7 @@ def _load_pretrained(
         )
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(_explain(error, place, path, trust_remote_code)) from error
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -28,6 +28,7 @@ REFERENCE = "reference"
 """PEFT's name of the frozen adapter."""
 
 _SAMPLES = 256
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VOLATILE = ("transformers_version", "use_cache", "dtype", "torch_dtype")
 
 
@@ -104,7 +105,10 @@ def _layers(model: nn.Module) -> Iterator[BaseTunerLayer]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) of the base model: its configuration, and samples strided over every parameter."""
+    """sha256 (hex) of the base model: its configuration, and samples and the sum of the bits of every parameter.
+
+    Any change of a single weight changes the sum; moved weights are left to the samples.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     config = base.config.to_dict()  # pyright: ignore[reportCallIssue]
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
@@ -116,6 +120,8 @@ def fingerprint(model: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
         digest.update(f"{name.replace('.base_layer.', '.')} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+        bits = flat.view(_BITS[flat.element_size()])
+        digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
     return digest.hexdigest()
 
 
