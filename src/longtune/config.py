@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag, ValidationError
 
 from longtune.errors import Problem, UserError
 
@@ -24,8 +24,8 @@ LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-5, "orpo": 1e-5, "simpo": 1e-5}
 """Learning rate of each method where the run names none."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
 
 
 class _Section(BaseModel):

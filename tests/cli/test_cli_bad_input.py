@@ -9,6 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from longtune.cli import app
+from longtune.config import load_config
+from longtune.errors import UserError
+from longtune.train.folder import RunFolder
 from tests.tiny_run import write_config, write_model, write_rows
 
 
@@ -180,3 +183,18 @@ class TestAResumeOfAnotherRun:
     def test_notices_other_data(self, stopped, tmp_path):
         write_rows(tmp_path / "data", seed=1)
         assert "train data" in self.call(stopped)
+
+
+def test_an_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "afile").write_text("x")
+    folder = RunFolder(tmp_path / "afile" / "x")
+    with pytest.raises(UserError, match="can't be made"):
+        folder.check_new()
+    with pytest.raises(UserError, match="can't be made"), folder.lock():
+        pass
+
+
+@pytest.mark.parametrize("change", ["train.seed=99999999999999999999999", "train.steps=true", "train.steps=2.0"])
+def test_numbers_that_are_none_are_refused(change):
+    with pytest.raises(UserError, match=r"train\.(seed|steps)"):
+        load_config(None, ["data=rows.jsonl", change])

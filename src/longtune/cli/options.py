@@ -75,7 +75,7 @@ def _run_adapter(run: Path) -> Path:
 def _base_of(adapter: Path) -> str:
     try:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         base = None
     if not base:
         raise UserError(Problem(str(adapter), "doesn't say which model it was made for", "name it: --model MODEL"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ class RunFolder:
         """Raises UserError where a new run can't go."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(Problem(str(self.path), "is a file, and a run needs a folder", "choose another output"))
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            fix = "choose another output"
+            raise UserError(Problem(str(self.path), f"can't be made: {parent} is no folder to write in", fix))
         if self.holds_run():
             fix = "go on with it: --resume; or choose another output"
             raise UserError(Problem(str(self.path), "this folder already holds a run", fix))
@@ -91,7 +96,11 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keeps a second writer out while the block runs; the system lifts the lock of a killed process."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"can't be made: {error.strerror or error}"
+            raise UserError(Problem(str(self.path), reason, "choose another output")) from None
         with (self.path / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
