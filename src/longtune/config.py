@@ -394,7 +394,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise UserError(Problem(place, f"not valid YAML: {getattr(error, 'problem', None) or error}")) from None
+        fix = f"is it data? longtune train --data {file}" if file.suffix not in (".yaml", ".yml") else ""
+        raise UserError(Problem(place, f"not valid YAML: {getattr(error, 'problem', None) or error}", fix)) from None
     if not isinstance(values, dict):
         raise UserError(Problem(str(file), "holds no keys", "write one with: longtune init DATA"))
     return values

@@ -170,7 +170,14 @@ def _resolve(name: str) -> tuple[Source, Path | None]:
             return "gguf", path
         raise UserError(Problem(place, "is a file, but not a .gguf file", "name the folder that holds config.json"))
     parts = name.split("/")
-    if name.startswith((".", "/", "~")) or "\\" in name or len(parts) > 2 or name.endswith(".gguf") or not all(parts):
+    # "runs/x" beside a folder "runs" is a path that was mistyped, not a name on the hub.
+    local = (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or len(parts) > 2
+        or (path.parent.name and path.parent.is_dir())
+    )
+    if local or name.endswith(".gguf") or not all(parts):
         raise UserError(Problem(place, "there is no such folder or file", _nearest_path(path)))
     return "hub", None
 
