@@ -171,7 +171,7 @@ class _Session:
             return Run(self.folder.path, self.folder.adapter, None, progress.step, loop.steps, metrics)
         except torch.OutOfMemoryError as error:
             self._failed(error)
-            fix = "use a smaller memory.chunk_tokens, or boundary_store: host; then --resume"
+            fix = "start anew with a smaller memory.chunk_tokens or boundary_store: host (init_adapter: a checkpoint)"
             raise DoesNotFit(Problem(f"step {progress.step + 1}", "the device ran out of memory", fix)) from error
         except Exception as error:
             self._failed(error)
