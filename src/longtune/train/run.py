@@ -88,10 +88,10 @@ def train(
             with contextlib.closing(EventLog(folder.events, [on_event] if on_event else [])) as events:
                 if events.is_new:
                     _write_start(folder, config, prepared, data)
-                return _Session(config, folder, prepared, events, stopper, found).run(damaged)
+                return _ActiveRun(config, folder, prepared, events, stopper, found).run(damaged)
 
 
-class _Session:
+class _ActiveRun:
     """The part of a run that happens inside its locked folder."""
 
     def __init__(
