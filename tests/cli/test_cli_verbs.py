@@ -123,6 +123,17 @@ def test_init_writes_a_config_that_loads_and_explains_itself(data, tmp_path, mon
     call("init", data, "--force")
 
 
+@pytest.mark.parametrize(
+    "rows, expected", [(20, (None, 3.0)), (533, (None, 3.0)), (534, (200, None)), (2000, (200, None))]
+)
+def test_init_does_not_go_over_few_rows_again_and_again(rows, expected, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n' * rows)
+    call("init", file, "--file", tmp_path / "c.yaml")
+    config = load_config(tmp_path / "c.yaml")
+    assert (config.train.steps, config.train.epochs) == expected
+
+
 def test_init_renames_columns_and_says_what_it_cannot_read(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n')

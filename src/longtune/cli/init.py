@@ -12,11 +12,15 @@ from longtune.cli.output import AsJson, Columns, run
 _LOOKED_AT = 200
 """Records whose columns are looked at."""
 
+_STEPS, _EPOCHS = 200, 3
+"""The length of a run: so many steps, or so many passes over data that these steps would go through more often."""
+
 _SHOWN = {
     "": ("model", "data", "valid", "method", "output", "columns", "train_on"),
     "lora": ("rank", "alpha", "targets", "dropout"),
     "train": (
         "steps",
+        "epochs",
         "learning_rate",
         "schedule",
         "warmup_ratio",
@@ -60,14 +64,28 @@ def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -
     renames = parse_columns(columns)
     method, formats = detect_method(data, renames)
     _, valid = split_sources(data)
-    steps = 200
     config = RunConfig.model_validate(
-        {"model": model, "data": data, "method": method, "columns": renames, "train": {"steps": steps}}
+        {"model": model, "data": data, "method": method, "columns": renames, "train": {"steps": _STEPS}}
     ).resolved()
+    rows_of_run = _STEPS * config.train.batch_size * config.train.accumulate
+    if _EPOCHS * _count(data, -(-rows_of_run // _EPOCHS)) < rows_of_run:
+        train = config.train.model_copy(update={"steps": None, "epochs": float(_EPOCHS)})
+        config = config.model_copy(update={"train": train})
     file.write_text(commented(config, formats, valid), encoding="utf-8")
     print(f"{data}: {', '.join(formats)}; " + ("validation data found" if valid else "no validation data found"))
-    print(f"wrote {file}; next: longtune train {file}")
+    print(f"wrote {file}; next: longtune check {file}, then longtune train {file}")
     return {"file": str(file), "method": method, "formats": formats, "valid": valid, "config": config.to_dict()}
+
+
+def _count(data: str, most: int) -> int:
+    """Rows of the training data, counted up to `most`."""
+    from itertools import chain, islice
+
+    from longtune.data.readers import read
+    from longtune.data.sources import resolve, split_sources
+
+    train, _ = split_sources(data)
+    return sum(1 for _ in islice(chain.from_iterable(read(source) for source in resolve(train)), most))
 
 
 def detect_method(data: Any, renames: dict[str, str]) -> tuple[str, list[str]]:
