@@ -64,6 +64,11 @@ class _Layout:
     tree: torch.Tensor
     slots: int
 
+    def add_up(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Sum of float64 values over each answer's targets, [slots]."""
+        inside = self.slot >= 0
+        return torch.zeros(self.slots, dtype=torch.float64).index_add_(0, self.slot[inside], values_M[inside])
+
 
 def _layout(forest: Forest) -> _Layout:
     targets = forest.targets
@@ -89,9 +94,7 @@ def _layout(forest: Forest) -> _Layout:
 def answer_sums(forest: Forest, log_probs: torch.Tensor) -> list[tuple[float, ...]]:
     """For each tree, the weighted sum of the log-probs of each of its answers: what a reference is made of."""
     layout = _layout(forest)
-    inside = layout.slot >= 0
-    sums = torch.zeros(layout.slots, dtype=torch.float64)
-    sums.index_add_(0, layout.slot[inside], (log_probs.double() * forest.targets.weight)[inside])
+    sums = layout.add_up(log_probs.double() * forest.targets.weight)
     found: list[tuple[float, ...]] = []
     first = 0
     for tree in forest.trees:
@@ -135,9 +138,8 @@ class PairObjective(ABC):
         layout = _layout(forest)
         inside = layout.slot >= 0
         weight_M = forest.targets.weight.double()
-        sums = torch.zeros(layout.slots, dtype=torch.float64)
-        sums.index_add_(0, layout.slot[inside], (log_probs.double() * weight_M)[inside])
-        counts = torch.zeros(layout.slots, dtype=torch.float64).index_add_(0, layout.slot[inside], weight_M[inside])
+        sums = layout.add_up(log_probs.double() * weight_M)
+        counts = layout.add_up(weight_M)
         reference = self._reference(forest)
         with torch.enable_grad():
             leaf = sums.requires_grad_()
