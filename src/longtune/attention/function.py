@@ -143,7 +143,7 @@ class AttentionPort:
                 Problem(type(module).__name__, "trainable attention sinks are not supported", "freeze them")
             )
         kind = query.device.type
-        if torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             # As autocast does for scaled_dot_product_attention, which this call takes the place of.
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -182,7 +182,7 @@ class CpuFlash(_EqualWidth):
     def _bias(mask: torch.Tensor | None, q: torch.Tensor, groups: int) -> torch.Tensor | None:
         if mask is None:
             return None
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
         return _tile(bias, groups)[None, None]
 
     def forward(self, q_BHSD, k_BKTD, v_BKTE, *, scale, causal=False, mask=None, softcap=None):

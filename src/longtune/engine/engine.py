@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ from longtune.attention.select import path_attention
 from longtune.engine.boundary import make_store
 from longtune.engine.plan import Plan
 from longtune.engine.structure import PROBE_TOKENS, learn
-from longtune.engine.walk import Walk
+from longtune.engine.walk import Phase, Walk
 from longtune.errors import Problem, UserError
 from longtune.head.heads import make_head
 from longtune.model.stack import Stack, evaluating
@@ -27,6 +29,7 @@ class Engine:
         plan: how to walk.
         seed: seed of the run, for randomness inside layers (dropout).
         attention: name of an attention kernel, to overrule the choice.
+        on_phase: called whenever a walk enters another phase (see `walk.Phase`).
 
     Attributes:
         attention_choice: the attention kernel and the reason for it.
@@ -36,10 +39,18 @@ class Engine:
         UserError: the model is no causal LM of transformers, or does something that the walk would not compute exactly.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan | None = None, seed: int = 0, attention: str | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None = None,
+        seed: int = 0,
+        attention: str | None = None,
+        on_phase: Callable[[Phase], None] | None = None,
+    ):
         self.model = model
         self.plan = plan or Plan()
         self.seed = seed
+        self.on_phase = on_phase
         self.stack = Stack(model)
         computing, self.attention_choice = path_attention(self.stack.device, self.stack.dtype, attention)
         self.port = AttentionPort(computing)

@@ -74,6 +74,11 @@ class MaskRequest:
         return True
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """Equal for two tensors that are one (on the meta device too, where every address is zero)."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+
+
 def learn(stack: Stack, port: AttentionPort) -> Structure:
     """Run the model's own decoder once on a few tokens and read its structure off.
 
@@ -92,7 +97,7 @@ def learn(stack: Stack, port: AttentionPort) -> Structure:
         place = f"layer {current} ({type(module).__name__})"
         if donors[current] is not None:
             problems.append(Problem(place, "the layer attends twice", "this architecture is not supported"))
-        same = [layer for layer, key in keys if key.data_ptr() == k.data_ptr() and key.shape == k.shape]
+        same = [layer for layer, key in keys if _place(key) == _place(k)]
         donors[current] = same[0] if same else current
         keys.append((current, k))
         if isinstance(mask, MaskRequest) and not mask.agrees_with(score.window):

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from longtune.engine.engine import Engine
 
 
+Phase = str | tuple[str, int]
+"""A part of a walk: prologue, forward, head, ("backward", segment), and done once it is over."""
+
+
 @dataclass(slots=True)
 class _Graph:
     """A cell's graph, from its inputs to its output."""
@@ -77,7 +81,8 @@ class Walk:
         self._segments = [range(first, min(first + step, count)) for first in range(self.lowest, count, step)]
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         kind = device.type
-        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        on = kind != "meta" and torch.is_autocast_enabled(kind)
+        self._autocast = torch.get_autocast_dtype(kind) if on else None
 
     def _lowest_trained(self) -> int:
         """The first layer that the backward must reach: 0 where anything before the layers is trained."""
@@ -97,17 +102,23 @@ class Walk:
                 " run the backward in the mode of its forward"
             )
 
+    def _begins(self, phase: Phase) -> None:
+        if self.engine.on_phase is not None:
+            self.engine.on_phase(phase)
+
     # forward
 
     def forward(self) -> None:
         """Run the prologue and all layers; what the backward needs is kept as the plan says."""
         with self._walking():
+            self._begins("prologue")
             for chunk in self.chunks:
                 own = slice(chunk.start, chunk.end)
                 with torch.set_grad_enabled(bool(self._outer)):
                     prologue = self.stack.prologue(self._tokens[own], self._positions[own])
                 self._prologues.append(prologue)
                 self._flow.append(prologue.residual.detach())
+            self._begins("forward")
             firsts = {segment[0]: number for number, segment in enumerate(self._segments)}
             for layer in range(len(self.stack.layers)):
                 self._forward_layer(layer, firsts.get(layer))
@@ -216,6 +227,7 @@ class Walk:
         targets = self.forest.targets
         head = self.engine.head
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
+        self._begins("head")
         with self._walking():
             for c, index in enumerate(self._targets_by_chunk()):
                 if not index.numel():
@@ -273,6 +285,7 @@ class Walk:
         """Walk back; the gradients are in `sums` afterwards."""
         with self._walking():
             for number in range(len(self._segments) - 1, -1, -1):
+                self._begins(("backward", number))
                 if self.plan.keep == "everything":
                     for layer in reversed(self._segments[number]):
                         self._backward_layer(layer, None)
@@ -282,6 +295,7 @@ class Walk:
                 self._backward_prologue()
             self._flow.clear()
             self._prologues.clear()
+        self._begins("done")
 
     def _fetch(self, number: int) -> None:
         if number >= 0:

@@ -26,7 +26,7 @@ class LeanLinear(lora.Linear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., in] -> [..., out], both in the dtype of x. Gradients reach A and B in their own dtype."""
         name = self._plain_adapter()
-        if name is None or args or kwargs or torch.is_autocast_enabled(x.device.type):
+        if name is None or args or kwargs or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x, *args, **kwargs)
         down_RI = cast(nn.Linear, self.lora_A[name]).weight.to(x.dtype)
         up_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
