@@ -36,6 +36,8 @@ def read_form(stack: Stack) -> HeadForm | None:
     if any(p.requires_grad for p in stack.head_parameters):
         return None
     cap = getattr(stack.model.config.get_text_config(), "final_logit_softcapping", None)
+    if head.weight.is_meta:
+        return HeadForm(head.weight, head.bias, 1.0, cap)  # No values to try: the config is believed.
     hidden = _probes(head, cap)
     with torch.no_grad():
         asked = stack.logits(hidden).double()
