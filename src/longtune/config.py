@@ -23,6 +23,7 @@ from longtune.errors import Problem, UserError
 LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-5, "orpo": 1e-5, "simpo": 1e-5}
 """Learning rate of each method where the run names none."""
 
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
@@ -43,6 +44,10 @@ def _seconds(value: object) -> object:
         raise ValueError("a duration is written like 3h, 90m, 1h30m or 45s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return hours * 3600 + minutes * 60 + seconds
+
+
+def _prompts_kind(value: object) -> str:
+    return "file" if isinstance(value, str) else "count" if isinstance(value, int) else "list"
 
 
 class DataSource(_Section):
@@ -120,10 +125,28 @@ class TrainConfig(_Section):
     """Most rows of a validation: always the same ones."""
     save_every: Count = 50
     """Save a checkpoint every so many steps; 0 is never."""
-    keep: Annotated[str, Field(pattern=r"^(all|best|last [1-9]\d*)$")] = "all"
-    """Checkpoints that stay: all, "last N", or best (lowest validation loss, and the newest)."""
+    keep: Annotated[str, Field(pattern=r"^(all|best( loss| margin| accuracy)?|last [1-9]\d*)$")] = "all"
+    """Checkpoints that stay: all, "last N", or best (by loss, or best margin, best accuracy) and the newest."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint or log line that can't be written (disk full) stops the run, or it goes on and tries again later."""
     stop_after: Annotated[float, BeforeValidator(_seconds), Field(gt=0.0)] | None = None
     """Save and leave after so much time: 3h, 90m, or seconds."""
+
+
+class SamplesConfig(_Section):
+    """Answers that are generated at every validation, before the first step and after the last."""
+
+    prompts: Annotated[
+        Annotated[Count, Tag("count")]
+        | Annotated[str, Tag("file")]
+        | Annotated[tuple[str, ...], Field(min_length=1), Tag("list")],
+        Discriminator(_prompts_kind),
+    ] = 0
+    """So many held-out prompts of the validation rows, a list of prompts, or a text file with one a line; 0 is off."""
+    max_new_tokens: Positive = 64
+    """Longest answer in tokens."""
+    max_prompt_tokens: Positive = 2048
+    """Validation rows whose prompt is longer are passed over."""
 
 
 class MemoryPlan(_Section):
@@ -219,6 +242,10 @@ class RunConfig(_Section):
     """The adapter."""
     train: TrainConfig = TrainConfig()
     """The optimiser's walk over the data."""
+    samples: SamplesConfig = SamplesConfig()
+    """Answers to a few prompts, generated as training goes."""
+    track: tuple[Tracker, ...] = ()
+    """Trackers that get the run's events: any of [tensorboard, trackio, wandb, mlflow]."""
     memory: Annotated[
         Annotated[str, Field(pattern=r"^(auto|\d+(\.\d+)?\s*[KMGT]i?B)$"), Tag("size")]
         | Annotated[MemoryPlan, Tag("plan")],
@@ -264,6 +291,9 @@ class RunConfig(_Section):
         data = self.data
         if not isinstance(data, str):
             data = tuple(source.model_copy(update={"path": absolute(source.path)}) for source in data)
+        prompts = self.samples.prompts
+        if isinstance(prompts, str):
+            prompts = absolute(prompts)
         return self.model_copy(
             update={
                 "model": absolute(self.model) if self.model != "smollm2" else self.model,
@@ -271,6 +301,7 @@ class RunConfig(_Section):
                 "valid": absolute(self.valid),
                 "output": str(Path(self.output).absolute()),
                 "init_adapter": absolute(self.init_adapter),
+                "samples": self.samples.model_copy(update={"prompts": prompts}),
                 "dpo": self.dpo.model_copy(update={"reference_adapter": absolute(self.dpo.reference_adapter)}),
             }
         )
@@ -365,9 +396,13 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if train.warmup_steps is not None and train.steps is not None and train.warmup_steps >= train.steps:
         yield "train.warmup_steps", f"the warm-up is as long as the run ({train.steps} steps)", "shorten it"
     every_save_validated = train.eval_every and train.save_every and train.save_every % train.eval_every == 0
-    if train.keep == "best" and not every_save_validated:
+    if train.keep.startswith("best") and not every_save_validated:
         why = "the best checkpoint is known only if every saved step is validated"
         yield "train.keep", why, "make save_every a multiple of eval_every, both above 0"
+    if train.keep in ("best margin", "best accuracy") and config.method == "sft":
+        yield "train.keep", f"sft has no {train.keep.removeprefix('best ')}", "use best, by validation loss"
+    if len(set(config.track)) < len(config.track):
+        yield "track", "a tracker is named twice", "name it once"
 
 
 class _Loader(yaml.SafeLoader):

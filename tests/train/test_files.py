@@ -67,7 +67,10 @@ def test_a_checkpoint_with_a_missing_file_is_not_whole(tmp_path):
         folder = checkpoint.folder_of(tmp_path, step)
         folder.mkdir(parents=True)
         files.write_json(folder / "trainer.json", {"step": step, "state": {}, "generators": {}})
-        files.write_json(folder / "manifest.json", {"trainer.json": files.digest(folder / "trainer.json")})
+        for name in ("adapter_config.json", "adapter_model.safetensors", "optimiser.safetensors"):
+            (folder / name).write_text(name)
+        digests = {file.name: files.digest(file) for file in folder.iterdir()}
+        files.write_json(folder / "manifest.json", digests)
     (checkpoint.folder_of(tmp_path, 2) / "trainer.json").unlink()
     found, damaged = checkpoint.newest(tmp_path)
     assert found is not None

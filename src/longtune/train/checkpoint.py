@@ -11,6 +11,7 @@ The schedule has no state of its own: it is a function of the step. Nothing here
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from longtune.train import files
 
 FOLDER = "checkpoints"
 _RNG = "rng."
+_NEEDED = ("adapter_config.json", "adapter_model.safetensors", "optimiser.safetensors", "trainer.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,13 @@ def save(
 
     Args:
         state: JSON values that the caller wants back.
+
+    Raises:
+        OSError: it can't be written; nothing of it stays, and older ones are as they were.
     """
     target = folder_of(run, step)
     target.parent.mkdir(exist_ok=True)
-    with files.whole_folder(target) as folder:
+    with files.disk_errors(), files.whole_folder(target) as folder:
         adapter = folder / "adapter"
         save_adapter(model, adapter)
         for file in adapter.iterdir():
@@ -108,20 +113,33 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimiser: torch.opt
     np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, cached))
 
 
-def prune(run: Path, keep: str, losses: dict[int, float]) -> None:
-    """Removes what `keep` (all, "last N", best) doesn't ask for; the newest always stays.
+def set_damaged_aside(run: Path, step: int) -> None:
+    """Renames checkpoints newer than `step`, which `newest` found damaged, so that none of them counts as one.
+
+    They are kept under another name for whoever wants to look; a leftover of a killed writer is removed.
+    """
+    files.remove_leftovers(run / FOLDER, [".step-*.tmp", ".step-*.removed"])
+    for folder in (run / FOLDER).glob("step-*"):
+        if _step_of(folder) > step:
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+
+
+def prune(run: Path, keep: str, scores: dict[int, float]) -> None:
+    """Removes what `keep` (all, "last N", best ...) doesn't ask for; the newest always stays.
 
     Args:
-        losses: validation loss by step, for `best`.
+        scores: by step, the measure of `best`: the lowest is the best.
     """
     if keep == "all":
         return
     folders = sorted((run / FOLDER).glob("step-*"), key=_step_of)
-    count = 1 if keep == "best" else int(keep.removeprefix("last "))
-    measured = {folder: losses[_step_of(folder)] for folder in folders if _step_of(folder) in losses}
+    count = 1 if keep.startswith("best") else int(keep.removeprefix("last "))
+    measured = {folder: scores[_step_of(folder)] for folder in folders if math.isfinite(_score(folder, scores))}
     best = min(measured, key=lambda folder: measured[folder]) if measured else None
     for folder in folders[:-count]:
-        if keep == "best" and folder == best:
+        if keep.startswith("best") and folder == best:
             continue
         # Renamed first, so that a kill in between can't leave half a checkpoint under a checkpoint's name.
         doomed = folder.with_name(f".{folder.name}.removed")
@@ -134,13 +152,19 @@ def _step_of(folder: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
+def _score(folder: Path, scores: dict[int, float]) -> float:
+    return scores.get(_step_of(folder), math.nan)
+
+
 def _damage(folder: Path) -> str | None:
     try:
         manifest = files.read_json(folder / "manifest.json")
+        if lacking := [name for name in _NEEDED if name not in manifest]:
+            return f"{lacking[0]} is missing"
         for name, expected in manifest.items():
             if files.digest(folder / name) != expected:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         return str(error)
     return None
 

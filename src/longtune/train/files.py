@@ -5,22 +5,27 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
+from safetensors import SafetensorError
 
 
 def write_text(path: Path, text: str | bytes) -> None:
     """Replaces a file as a whole."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(text if isinstance(text, bytes) else text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -43,6 +48,15 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
+def disk_errors() -> Iterator[None]:
+    """Makes an OSError of safetensors' own error about a file that can't be written."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+@contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that becomes it, flushed, when the block ends without an error."""
     temporary = target.with_name(f".{target.name}.tmp")
@@ -61,6 +75,14 @@ def whole_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_leftovers(folder: Path, patterns: Sequence[str]) -> None:
+    """Removes what killed writers left in a folder: hidden files and folders of the given patterns."""
+    for pattern in patterns:
+        for left in folder.glob(pattern):
+            if left.name.startswith("."):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def digest(path: Path) -> str:

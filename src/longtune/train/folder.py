@@ -101,11 +101,15 @@ class RunFolder:
         except OSError as error:
             reason = f"can't be made: {error.strerror or error}"
             raise UserError(Problem(str(self.path), reason, "choose another output")) from None
-        with (self.path / ".lock").open("w") as file:
+        with (self.path / ".lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(Problem(str(self.path), "another process is writing this run", "wait for it")) from None
+            except OSError as error:
+                reason = f"can't be locked against a second writer: {error.strerror or error}"
+                fix = "choose an output on a file system that has locks"
+                raise UserError(Problem(str(self.path), reason, fix)) from None
             yield
 
 
