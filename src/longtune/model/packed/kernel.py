@@ -1,0 +1,48 @@
+"""Dequantising where the weight is: a Triton kernel on CUDA, plain torch elsewhere, the same bits either way.
+
+`formats.dequantise_reference` is what the kernel must equal. The kernel reads each packed word where its numbers are
+made and writes nothing but the result, so that it runs at the speed of memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from longtune.model.packed.formats import Format, dequantise_reference, scale_table, value_table
+
+
+def dequantise_rows(
+    format: Format,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    biases: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fill `out` [R, C]; arguments as for `formats.dequantise_reference`."""
+    if out.numel() and uses_triton(out):
+        from longtune.model.packed.triton_kernel import dequantise_triton
+
+        values = None if format.mode == "affine" else _on(value_table(format.mode), out.device)
+        steps = None if format.mode == "affine" else _on(scale_table(format.mode), out.device)
+        return dequantise_triton(format, words, scales, biases, global_scale, values, steps, out)
+    return dequantise_reference(format, words, scales, biases, global_scale, out)
+
+
+def uses_triton(out: torch.Tensor) -> bool:
+    """Whether the Triton kernel fills this tensor: on CUDA with triton installed (not in fp64), and on the CPU under
+    Triton's interpreter (its tests)."""
+    if out.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not has_triton():
+        return False
+    return out.is_cuda or (out.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _on(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return table.to(device, non_blocking=True)
