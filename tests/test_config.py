@@ -82,7 +82,7 @@ def test_an_unknown_key_of_the_file_is_placed_there_and_a_misplaced_one_finds_it
     ("override", "place"),
     [
         ("memory=24GB", "--set memory"),
-        ("lora.rank_policy=by_bits", "--set lora.rank_policy"),
+        ("lora.sensitivity=kl.json", "--set lora.sensitivity"),
         ("train.epochs=2", "--set train.epochs"),
         ("train.warmup_steps=200", "--set train.warmup_steps"),
         ("train={steps: 9, keep: best, eval_every: 0}", "--set train.keep"),

@@ -71,7 +71,9 @@ class LoraConfig(_Section):
     layers: Annotated[str, Field(pattern=r"^(all|last [1-9]\d*)$")] | tuple[Count, ...] = "all"
     """all, "last N", or a list of layer numbers."""
     rank_policy: Literal["constant", "by_bits", "by_kl"] = "constant"
-    """How a module's rank follows from `rank`: constant | by_bits | by_kl."""
+    """How a module's rank follows from `rank`: constant | by_bits (its storage width) | by_kl (its sensitivity)."""
+    sensitivity: str | None = None
+    """For by_kl: a file that `longtune sensitivity` wrote; the default is the one in the model's folder."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     rslora: bool = False
@@ -301,6 +303,7 @@ class RunConfig(_Section):
                 "valid": absolute(self.valid),
                 "output": str(Path(self.output).absolute()),
                 "init_adapter": absolute(self.init_adapter),
+                "lora": self.lora.model_copy(update={"sensitivity": absolute(self.lora.sensitivity)}),
                 "samples": self.samples.model_copy(update={"prompts": prompts}),
                 "dpo": self.dpo.model_copy(update={"reference_adapter": absolute(self.dpo.reference_adapter)}),
             }
@@ -382,8 +385,9 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if isinstance(config.memory, str) and config.memory != "auto":
         fix = "use auto, or set chunk_tokens, layers_per_segment and boundary_store"
         yield "memory", "a byte budget needs the planner, which does not exist yet", fix
-    if config.lora.rank_policy != "constant":
-        yield "lora.rank_policy", f"{config.lora.rank_policy} is not supported yet", "use constant"
+    if config.lora.sensitivity is not None and config.lora.rank_policy != "by_kl":
+        why = f"has no meaning under rank_policy {config.lora.rank_policy}"
+        yield "lora.sensitivity", why, "leave it out, or use rank_policy by_kl"
     if config.dpo.label_smoothing and config.dpo.loss in ("hinge", "ipo"):
         yield "dpo.label_smoothing", f"has no meaning under loss {config.dpo.loss}", "leave it out, or use sigmoid"
     if config.method != "sft" and train.loss_normalisation != "token":

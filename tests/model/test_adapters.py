@@ -259,6 +259,6 @@ def test_b_learns_faster_by_the_ratio():
 
 def test_all_wrong_settings_are_named_at_once():
     with pytest.raises(UserError) as caught:
-        lora(rank=0, alpha=-1, dropout=1.0, rank_policy="by_bits", targets=["nothing"], layers="last 1")
+        lora(rank=0, alpha=-1, dropout=1.0, rank_policy="by_size", targets=["nothing"], layers="last 1")
     places = {problem.place for problem in caught.value.problems}
     assert places == {"lora.rank", "lora.alpha", "lora.dropout", "lora.rank_policy", "lora.targets: nothing"}

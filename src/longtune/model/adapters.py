@@ -13,31 +13,27 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
-from safetensors import SafetensorError, safe_open
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
+from longtune.model.adapter_files import CONFIG, PREFIX, find_adapter, read_config, read_shapes, read_updates
 from longtune.model.lora import use_lean_layers
+from longtune.model.names import match_names
+from longtune.model.ranks import Ranks, choose_ranks, patterns
 from longtune.model.targets import ALL_LINEAR, choose_targets, shortest_patterns
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-"""The two files of a saved adapter."""
-
-_PREFIX = "base_model.model."
 
 
 def add_lora(
@@ -51,44 +47,53 @@ def add_lora(
     rslora: bool = False,
     seed: int = 0,
     rank_policy: str = "constant",
+    bits: Mapping[str, float] | None = None,
+    kl: Mapping[str, float] | None = None,
 ) -> PeftModel:
     """Give a model a fresh trainable adapter: y = base(x) + s * dropout(x) A^T B^T.
 
     A [rank, in] is uniform in +-1/sqrt(in), a function of the seed and the module's name alone; B [out, rank] is
-    zero. Both are fp32 (fp64 in an fp64 model). s = alpha / rank, or alpha / sqrt(rank) with `rslora`.
+    zero. Both are fp32 (fp64 in an fp64 model). s = alpha / rank with the base rank, whichever rank a module gets;
+    with `rslora`, s = alpha / sqrt(rank) with the module's own.
 
     Args:
         model: a causal LM; its parameters are frozen. It is changed in place.
         targets, layers: see `targets.choose_targets`.
         dropout: probability with which each input of A is dropped in training.
-        rank_policy: only "constant" (the same rank everywhere).
+        rank_policy, bits, kl: see `ranks.choose_ranks`.
 
     Raises:
         UserError: settings that can't be served; all of them at once.
     """
     problems: list[Problem] = []
-    if rank < 1:
-        problems.append(Problem("lora.rank", f"{rank} is below 1"))
     if not (alpha > 0 and math.isfinite(alpha)):
         problems.append(Problem("lora.alpha", f"{alpha} is not above 0"))
     if not 0 <= dropout < 1:
         problems.append(Problem("lora.dropout", f"{dropout} is not in [0, 1)"))
-    if rank_policy != "constant":
-        reason = f"{rank_policy!r} is not there: every target gets the same rank"
-        problems.append(Problem("lora.rank_policy", reason, "use constant"))
+    names: list[str] = []
+    chosen: Ranks | None = None
     try:
         names = choose_targets(model, targets, layers)
     except UserError as error:
         problems.extend(error.problems)
-        names = []
+    try:
+        chosen = choose_ranks(rank_policy, rank, names, bits, kl)
+    except UserError as error:
+        problems.extend(error.problems)
     if not problems and not names:
         problems.append(Problem("lora.targets", f"{type(model).__name__} has no linear in the chosen layers"))
     if problems:
         raise UserError(problems)
+    assert chosen is not None
+    rank_pattern, alpha_pattern = patterns(
+        chosen.by_name, rank, alpha, rslora=rslora, others=[name for name, _ in model.named_modules()]
+    )
     config = use_lean_layers(
         LoraConfig(
             r=rank,
             lora_alpha=cast(int, alpha),  # PEFT computes with it as a number, and stores it as it is.
+            rank_pattern=rank_pattern,
+            alpha_pattern=cast(dict[str, int], alpha_pattern),
             target_modules=shortest_patterns(model, names),
             lora_dropout=dropout,
             use_rslora=rslora,
@@ -129,7 +134,7 @@ def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """Layers with an adapter, named as in the model without PEFT's wrapper."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            yield name.removeprefix(_PREFIX), module
+            yield name.removeprefix(PREFIX), module
 
 
 def _weights(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
@@ -193,7 +198,7 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
             raise
         reason = f"its tensors are of other sizes than {CONFIG} says ({str(error).strip().splitlines()[1].strip()})"
         raise UserError(Problem(str(path), reason, "copy both of its files again")) from error
-    lacking = sorted(set(_state(loaded)) - set(_read_shapes(path)))
+    lacking = sorted(set(_state(loaded)) - set(read_shapes(path)))
     if lacking:
         raise UserError([Problem(str(path), f"has no tensor {name}") for name in lacking[:10]])
     return loaded
@@ -202,50 +207,36 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
 def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     """Start a fresh adapter from the weights of a saved one (a warm start; the optimiser starts anew).
 
-    Targets and ranks must be the same. Where the scales differ, B is multiplied by their ratio, so that the model
-    computes what the saved adapter computed.
+    The saved one may be PEFT's or mlx-lm's. Targets and ranks must be the same. Where the scales differ, B is
+    multiplied by their ratio, so that the model computes what the saved adapter computed.
 
     Raises:
         UserError: every tensor that is missing, left over, or of another shape.
     """
-    path = find_adapter(folder)
-    config = read_config(path)
-    found = _read_shapes(path)
-    ours = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
+    saved = read_updates(folder)
+    layers = dict(_lora_layers(model))
+    matched = match_names(saved.by_name, layers)
+    found = {matched.get(name, name): update for name, update in saved.by_name.items()}
     problems = []
-    for name in sorted(found.keys() | ours.keys()):
-        if found.get(name) != ours.get(name):
-            here, there = (str(list(shape)) if shape else "nothing" for shape in (ours.get(name), found.get(name)))
-            problems.append(Problem(f"init_adapter: {name}", f"{there} there, {here} here"))
+    for name in sorted(found.keys() | layers.keys()):
+        there = (found[name].down_RI, found[name].up_OR) if name in found else (None, None)
+        here = _weights(layers[name]) if name in layers else (None, None)
+        for side, theirs, ours in zip("AB", there, here, strict=True):
+            shapes = [list(tensor.shape) if tensor is not None else "nothing" for tensor in (theirs, ours)]
+            if shapes[0] != shapes[1]:
+                place = f"init_adapter: {name}.lora_{side}"
+                problems.append(Problem(place, f"{shapes[0]} there, {shapes[1]} here"))
     if problems:
         more = len(problems) - 10
-        last = [Problem("init_adapter", f"and {more} more", "set lora.rank and lora.targets as in that adapter")]
+        fix = "set lora.rank, lora.rank_policy and lora.targets as in that adapter"
+        last = [Problem("init_adapter", f"and {more} more", fix)]
         raise UserError([*problems[:10], *last] if more > 0 else problems)
-    with safe_open(path / WEIGHTS, framework="pt") as file, torch.no_grad():
-        for name, layer in _lora_layers(model):
-            key = f"{_PREFIX}{name}"
-            ratio = _scale(config, name) / layer.scaling[ADAPTER]
+    with torch.no_grad():
+        for name, layer in layers.items():
+            update = found[name]
             down_RI, up_OR = _weights(layer)
-            down_RI.copy_(file.get_tensor(f"{key}.lora_A.weight"))
-            up_OR.copy_(file.get_tensor(f"{key}.lora_B.weight") * ratio)
-
-
-def find_adapter(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself, or the adapter of a run folder; checked to hold a configuration and safetensors weights."""
-    path = Path(folder).expanduser()
-    if not (path / CONFIG).is_file() and (path / "adapter" / CONFIG).is_file():
-        path = path / "adapter"
-    place = f"adapter: {folder}"
-    if not path.is_dir():
-        raise UserError(Problem(place, "there is no such folder", "name the folder that holds adapter_config.json"))
-    if not (path / CONFIG).is_file():
-        raise UserError(Problem(place, f"holds no {CONFIG}", "name an adapter's folder, or a run's"))
-    if not (path / WEIGHTS).is_file():
-        if (path / "adapter_model.bin").is_file():
-            reason = "holds pickled weights, which can run code when they are read"
-            raise UserError(Problem(place, reason, f"save it again with peft, as {WEIGHTS}"))
-        raise UserError(Problem(place, f"holds no {WEIGHTS}"))
-    return path
+            down_RI.copy_(update.down_RI)
+            up_OR.copy_(update.up_OR * (update.scale / layer.scaling[ADAPTER]))
 
 
 @contextlib.contextmanager
@@ -293,33 +284,12 @@ def _state(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def read_config(path: Path) -> LoraConfig:
-    place = str(path / CONFIG)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keys of a newer PEFT are said to be ignored; the weights decide.
-            config = PeftConfig.from_pretrained(str(path), local_files_only=True)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(Problem(place, f"can't be read ({error})")) from error
-    if not isinstance(config, LoraConfig):
-        raise UserError(Problem(place, f"is a {config.peft_type} adapter, not LoRA"))
-    return config
-
-
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(Problem(str(path / WEIGHTS), f"can't be read ({error})", "save or copy it again")) from error
-
-
 def check_fit(model: PreTrainedModel, path: Path) -> None:
     """Compare the file's A and B with the model's modules, before anything is injected."""
     modules = dict(model.named_modules())
     problems: list[Problem] = []
-    for key, shape in _read_shapes(path).items():
-        name, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+    for key, shape in read_shapes(path).items():
+        name, _, kind = key.removeprefix(PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):
             continue
         module = modules.get(name)
@@ -334,11 +304,3 @@ def check_fit(model: PreTrainedModel, path: Path) -> None:
         more = len(problems) - 10
         shown = problems[:10] + ([Problem(str(path), f"and {more} more")] if more > 0 else [])
         raise UserError([Problem(str(path), "was made for another model"), *shown])
-
-
-def _scale(config: LoraConfig, name: str) -> float:
-    """What PEFT would scale a module's B A by."""
-    rank_pattern, alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), config.r)
-    alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), config.lora_alpha)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank)

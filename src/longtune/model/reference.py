@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
-from longtune.model import adapters
+from longtune.model import adapter_files, adapters
 from longtune.model.lora import use_lean_layers
 
 REFERENCE = "reference"
@@ -44,8 +44,8 @@ def load_reference(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     Raises:
         UserError: no whole LoRA adapter lies there, or it doesn't fit the model.
     """
-    path = adapters.find_adapter(folder)
-    config = adapters.read_config(path)
+    path = adapter_files.find_adapter(folder)
+    config = adapter_files.read_config(path)
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     adapters.check_fit(base, path)
@@ -58,7 +58,7 @@ def load_reference(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     wrapped = {layer: layer._active_adapter for layer in _layers(model)}
     with adapters.undisturbed():
         model.add_adapter(REFERENCE, use_lean_layers(config))
-        weights = load_file(path / adapters.WEIGHTS)
+        weights = load_file(path / adapter_files.WEIGHTS)
         loaded = set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
     lacking = [name for name in loaded.missing_keys if f".{REFERENCE}." in name] + list(loaded.unexpected_keys)
     if lacking:
@@ -127,8 +127,8 @@ def fingerprint(model: nn.Module) -> str:
 
 def adapter_digest(folder: str | os.PathLike[str]) -> str:
     """sha256 (hex) of a saved adapter's two files."""
-    path: Path = adapters.find_adapter(folder)
+    path: Path = adapter_files.find_adapter(folder)
     digest = hashlib.sha256()
-    for name in (adapters.CONFIG, adapters.WEIGHTS):
+    for name in (adapter_files.CONFIG, adapter_files.WEIGHTS):
         digest.update((path / name).read_bytes())
     return digest.hexdigest()

@@ -107,6 +107,44 @@ def unnameable(model: PreTrainedModel) -> set[str]:
     return changed
 
 
+def left_out(model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR) -> list[str]:
+    """What "all-linear" leaves without an adapter although one might expect it there, as sentences for the user.
+
+    Args:
+        model: without adapters.
+        targets: as for `choose_targets`; names that were chosen by hand leave nothing out unsaid.
+    """
+    if ALL_LINEAR not in ([targets] if isinstance(targets, str) else targets):
+        return []
+    prefix, _ = decoder_layers(model)
+    said: list[str] = []
+    refused = unnameable(model)
+    lost = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(f"{prefix}.") and is_linear(module) and _end(name) in refused
+    ]
+    if lost:
+        ends = ", ".join(sorted({_end(name) for name in lost}))
+        said.append(
+            f"{len(lost)} linears of dense and shared MLPs ({ends}) get no adapter: on {model.config.model_type}, "
+            "PEFT takes these names for experts and would load such an adapter wrongly"
+        )
+    stacked = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name.startswith(f"{prefix}.") and parameter.ndim == 3
+    ]
+    if stacked:
+        inside = sum(p.numel() for name, p in model.named_parameters() if name.startswith(f"{prefix}."))
+        share = sum(p.numel() for _, p in stacked) / inside
+        said.append(
+            f"experts get no adapter: their weights are {len(stacked)} tensors, not linears "
+            f"({share:.0%} of the layers' weights)"
+        )
+    return said
+
+
 def decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
     """Name of the list that holds the decoder layers, and how many there are."""
     decoder = model.get_decoder()

@@ -21,7 +21,10 @@ from longtune.errors import Problem, UserError
 from longtune.model.adapters import add_lora, init_adapter, load_adapter
 from longtune.model.embedded import cache_folder
 from longtune.model.loading import Loaded, choose_device, load_model
+from longtune.model.rank_sources import find_figures, lora_ranks
+from longtune.model.ranks import Ranks
 from longtune.model.reference import load_reference
+from longtune.model.targets import left_out
 from longtune.objective.base import Objective
 
 AUTO_CHUNK = 8192
@@ -39,6 +42,7 @@ class Prepared:
         engine: walks the model by its plan.
         plan_reason: why it is that plan.
         warnings: what the user should know before the first step.
+        ranks: the rank of every adapted module; None where the adapter came from a checkpoint.
     """
 
     loaded: Loaded
@@ -49,6 +53,7 @@ class Prepared:
     engine: Engine
     plan_reason: str
     warnings: tuple[str, ...]
+    ranks: Ranks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -75,13 +80,15 @@ def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
     )
-    train = valid = model = None
+    train = valid = model = ranks = None
+    untargeted: list[str] = []
     with _collect(problems):
         train = load_data(config, train_source, loaded)
     with _collect(problems):
         valid = load_data(config, valid_source, loaded) if valid_source is not None else None
     with _collect(problems):
-        model = _add_adapter(config, loaded, checkpoint)
+        untargeted = left_out(loaded.model, config.lora.targets)
+        model, ranks = _add_adapter(config, loaded, checkpoint)
         if (frozen := frozen_adapter(config)) is not None:
             load_reference(model, frozen)
     if train is None or model is None or problems:
@@ -92,8 +99,8 @@ def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
     except UserError:
         engine.close()
         raise
-    warnings = tuple(_warn_of_long_rows(loaded, train.report.longest))
-    return Prepared(loaded, model, train, valid, make_objective(config), engine, plan_reason, warnings)
+    warnings = (*_warn_of_long_rows(loaded, train.report.longest), *untargeted, *(ranks.notes if ranks else ()))
+    return Prepared(loaded, model, train, valid, make_objective(config), engine, plan_reason, warnings, ranks)
 
 
 def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, str]:
@@ -162,24 +169,40 @@ def data_settings(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def _add_adapter(config: RunConfig, loaded: Loaded, checkpoint: Path | None) -> PeftModel:
-    if checkpoint is not None:
-        return load_adapter(loaded.model, checkpoint, trainable=True)
+def planned_ranks(config: RunConfig, loaded: Loaded) -> Ranks:
+    """The rank that the run gives each adapted module; the model stays as it is.
+
+    Raises:
+        UserError: targets, ranks or sensitivities that the user must change.
+    """
     lora = config.lora
+    figures = find_figures(loaded.model, loaded.path, policy=lora.rank_policy, sensitivity=lora.sensitivity)
+    return lora_ranks(
+        loaded.model, figures, rank=lora.rank, policy=lora.rank_policy, targets=lora.targets, layers=lora.layers
+    )
+
+
+def _add_adapter(config: RunConfig, loaded: Loaded, checkpoint: Path | None) -> tuple[PeftModel, Ranks | None]:
+    if checkpoint is not None:
+        return load_adapter(loaded.model, checkpoint, trainable=True), None
+    lora = config.lora
+    ranks = planned_ranks(config, loaded)
     model = add_lora(
         loaded.model,
         rank=lora.rank,
         alpha=lora.alpha,
-        targets=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        layers=lora.layers if isinstance(lora.layers, str) else list(lora.layers),
+        targets=lora.targets,
+        layers=lora.layers,
         dropout=lora.dropout,
         rslora=lora.rslora,
         seed=config.train.seed,
         rank_policy=lora.rank_policy,
+        bits=ranks.bits,
+        kl=ranks.kl,
     )
     if config.init_adapter is not None:
         init_adapter(model, config.init_adapter)
-    return model
+    return model, ranks
 
 
 def frozen_adapter(config: RunConfig) -> str | None:

@@ -1,0 +1,111 @@
+"""Where the figures behind rank policies come from: the modules themselves, and files that lie with the model.
+
+What follows from the figures is decided in `ranks`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from longtune.errors import Problem, UserError
+from longtune.model.names import match_names
+from longtune.model.packed.storage import bits_of, is_quantised
+from longtune.model.ranks import Ranks, choose_ranks, find_sensitivities, find_widths, read_sensitivities, read_widths
+from longtune.model.targets import ALL_LINEAR, choose_targets, is_linear
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known of a model's linears, by full module name.
+
+    Attributes:
+        bits: storage width of those that are quantised.
+        kl: sensitivity of those that were measured.
+        kl_file: where the sensitivities were read; None without any.
+    """
+
+    bits: dict[str, float] = field(default_factory=dict)
+    kl: dict[str, float] = field(default_factory=dict)
+    kl_file: Path | None = None
+
+
+def find_figures(
+    model: nn.Module,
+    folder: str | os.PathLike[str] | None,
+    *,
+    policy: str = "by_kl",
+    sensitivity: str | os.PathLike[str] | None = None,
+) -> Figures:
+    """The figures that a policy needs.
+
+    A width is the module's own; for weights that were dequantised on loading, what the model's metadata says.
+
+    Args:
+        model: without adapters, or with.
+        folder: the model's folder or file; None where there is none on this disk.
+        policy: `constant` needs no figures, `by_bits` widths alone, `by_kl` both.
+        sensitivity: a file of sensitivities, or a folder that holds one; the default is the model's own, if it has one.
+
+    Raises:
+        UserError: a file can't be read, is none of sensitivities, or says nothing of this model.
+    """
+    if policy == "constant":
+        return Figures()
+    linears = {name.replace(".base_layer", ""): module for name, module in model.named_modules() if is_linear(module)}
+    own = Path(folder) if folder is not None else None
+    bits = {name: bits_of(module) for name, module in linears.items() if is_quantised(module)}
+    if not bits and own is not None and (file := find_widths(own)) is not None:
+        bits = _named(read_widths(file), linears)
+    if policy == "by_bits":
+        return Figures(bits)
+    file = _sensitivity_file(own, sensitivity)
+    if file is None:
+        return Figures(bits)
+    kl = _named(read_sensitivities(file), linears)
+    if not kl:
+        raise UserError(Problem(str(file), "names no linear of this model", "measure this model: longtune sensitivity"))
+    return Figures(bits, kl, file)
+
+
+def lora_ranks(
+    model: PreTrainedModel,
+    figures: Figures,
+    *,
+    rank: int,
+    policy: str,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    layers: str | Sequence[int] = "all",
+) -> Ranks:
+    """The ranks that `adapters.add_lora` gives with the same settings; nothing is added to the model.
+
+    Raises:
+        UserError: as `targets.choose_targets` and `ranks.choose_ranks`.
+    """
+    return choose_ranks(policy, rank, choose_targets(model, targets, layers), figures.bits, figures.kl)
+
+
+def _sensitivity_file(folder: Path | None, given: str | os.PathLike[str] | None) -> Path | None:
+    if given is None:
+        return find_sensitivities(folder) if folder is not None and folder.is_dir() else None
+    path = Path(given).expanduser()
+    if path.is_dir():
+        inside = find_sensitivities(path) or path / "sensitivity.json"
+        if not inside.is_file():
+            fix = "name the file that longtune sensitivity wrote"
+            raise UserError(Problem(f"lora.sensitivity: {given}", "this folder holds no sensitivity.json", fix))
+        return inside
+    if not path.is_file():
+        fix = "write it with: longtune sensitivity MODEL --data DATA"
+        raise UserError(Problem(f"lora.sensitivity: {given}", "there is no such file", fix))
+    return path
+
+
+def _named(figures: dict[str, float], linears: dict[str, nn.Module]) -> dict[str, float]:
+    matched = match_names(figures, linears)
+    return {mine: figures[theirs] for theirs, mine in matched.items()}
