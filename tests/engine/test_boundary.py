@@ -2,39 +2,85 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from longtune.engine import Plan
 from longtune.engine.boundary import DeviceStore, HostStore, make_store
-from longtune.errors import UserError
+from longtune.errors import DoesNotFit, UserError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("kind", ["device", "host"])
-def test_what_was_put_is_taken(kind):
-    store = make_store(kind, DEVICE)
-    tensors = {(i, c): torch.randn(3, 5, device=DEVICE) for i in range(3) for c in range(2)}
+KINDS = ["device", "host", "disk"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_put_is_read_and_taken(kind, tmp_path):
+    store = make_store(kind, DEVICE, tmp_path)
+    shapes = [((3, 5), torch.float32), ((1, 7, 2), torch.bfloat16), ((0, 4), torch.float64), ((), torch.int64)]
+    tensors = {
+        (i, c): torch.randint(100, shape, device=DEVICE).to(dtype)
+        for i in range(3)
+        for c, (shape, dtype) in enumerate(shapes)
+    }
     for _ in range(2):
         for key, tensor in tensors.items():
             store.put(key, tensor.clone())
         store.fetch((1, 0))
         store.fetch("unknown")
         for key in reversed(tensors):
+            assert torch.equal(store.read(key), tensors[key])
+            store.fetch(key)
             assert torch.equal(store.take(key), tensors[key])
         with pytest.raises(KeyError):
             store.take((0, 0))
+        store.put("x", tensors[0, 0])
+        store.fetch("x")
+        store.drop("x")
+        store.drop("x")
+        with pytest.raises(KeyError):
+            store.read("x")
+    store.close()
 
 
-def test_host_buffers_are_used_again():
-    store = HostStore(DEVICE)
-    for _ in range(50):
-        for c in range(4):
-            store.put(c, torch.ones(7, device=DEVICE))
-        store.take(0)
-        store.clear()
-    assert sum(len(free) for free in store._free.values()) == 4 and not store._kept
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_sections_have_keys_of_their_own_and_one_memory(kind, tmp_path):
+    store = make_store(kind, DEVICE, tmp_path)
+    one, other = store.section(), store.section()
+    one.put("x", torch.ones(3, device=DEVICE))
+    other.put("x", torch.zeros(3, device=DEVICE))
+    assert one.take("x").sum() == 3
+    held = store.bytes
+    del one
+    for _ in range(100):
+        part = store.section()
+        part.put("y", torch.ones(1 << 20, device=DEVICE))
+        del part
+    assert other.take("x").sum() == 0
+    assert store.bytes == held
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_rows_of_any_lengths_cost_no_more_than_the_largest(kind, tmp_path):
+    store = make_store(kind, DEVICE, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    largest = 0
+    for step in range(60):
+        chunk = (1 << 21) - step * 4111
+        tail = int(torch.randint(1, chunk, (1,), generator=generator))
+        for c, size in enumerate([chunk] * 19 + [tail]):
+            store.put(c, torch.zeros(size, device=DEVICE))
+        for c in range(20):
+            store.take(c)
+        largest = max(largest, store.bytes)
+        if step == 0:
+            first = store.bytes
+    assert largest == first
 
 
 def test_a_host_store_keeps_a_copy():
@@ -48,16 +94,50 @@ def test_a_host_store_keeps_a_copy():
     assert isinstance(make_store("device", DEVICE), DeviceStore)
 
 
+def test_many_tensors_in_flight_stay_apart(tmp_path):
+    """More than a ring holds, taken in another order, with overwritten sources."""
+    for kind in ("host", "disk"):
+        store = make_store(kind, DEVICE, tmp_path)
+        for i in range(40):
+            store.put(i, torch.full((1000,), float(i), device=DEVICE))
+            if i % 3 == 2:
+                store.fetch(i - 2)
+        for i in sorted(range(40), key=lambda i: i * 7 % 40):
+            assert torch.equal(store.take(i).cpu(), torch.full((1000,), float(i)))
+        store.close()
+
+
+def test_a_disk_store_leaves_no_file_even_when_killed(tmp_path):
+    script = (
+        "import sys, os, signal, torch; from pathlib import Path; from longtune.engine.boundary import make_store\n"
+        f"store = make_store('disk', torch.device('cpu'), Path({str(tmp_path)!r}))\n"
+        "store.put(0, torch.ones(1 << 20)); assert store.bytes >= 4 << 20\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == -9, found.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_the_step(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    store = make_store("disk", DEVICE, tmp_path)
+    with pytest.raises(DoesNotFit, match="No space left on device"):
+        store.put(0, torch.ones(8, device=DEVICE))
+
+
 def test_a_plan_names_all_its_faults_at_once():
     with pytest.raises(UserError) as error:
-        Plan(layers_per_segment=0, chunk_tokens=-3, head_chunk=True, boundary_store="moon", keep="some")  # pyright: ignore
+        Plan(layers_per_segment=0, chunk_tokens=-3, head_chunk=True, keep_layers=0, boundary_store="moon", keep="some")  # pyright: ignore
     places = [problem.place for problem in error.value.problems]
     assert places == [
         "plan: layers_per_segment",
         "plan: chunk_tokens",
         "plan: head_chunk",
+        "plan: keep_layers",
         "plan: boundary_store",
         "plan: keep",
     ]
-    with pytest.raises(UserError, match="disk is not supported yet"):
-        Plan(boundary_store="disk")

@@ -47,6 +47,17 @@ class KVStore:
         assert self._k is not None and self._v is not None
         return self._k[:, start:end].transpose(1, 2), self._v[:, start:end].transpose(1, 2)
 
+    @property
+    def keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, each [1, T, heads, width]."""
+        assert self._k is not None and self._v is not None
+        return self._k, self._v
+
+    def restore(self, chunks: int, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> None:
+        """Take the keys and values of all `chunks` chunks from an earlier store's `keys_and_values`."""
+        self._k, self._v = k_BTHD, v_BTHD
+        self._written = set(range(chunks))
+
     def open_gradients(self) -> None:
         """Make the accumulators (zero, fp32, or fp64 for fp64 keys) if they are not there."""
         assert self._k is not None and self._v is not None

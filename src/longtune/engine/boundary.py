@@ -1,15 +1,39 @@
-"""Where boundaries live between forward and backward: on the device, or on the host behind asynchronous copies."""
+"""Where tensors wait between forward and backward: on the device, in host memory, or on disk.
+
+Off the device, copies run beside the computation on a stream of their own. A tensor on its way out is held until its
+copy is done, but never more than `RING` of them: the computing stream then waits for the oldest. A tensor on its way in
+is announced by `fetch`. Off-device memory is carved from slabs that are kept for the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import mmap
+import os
+import shutil
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from longtune.errors import DoesNotFit, Problem
+
+RING = 2
+"""Tensors on their way out that may still occupy device memory."""
+
+_SMALLEST_SLAB = 64 << 20
+_LARGEST_SLAB = 1 << 30
+_ALIGNMENT = 4096
+
 
 class Store(Protocol):
-    """Keeps tensors by key. A `take` removes; `fetch` announces that a `take` will follow soon.
+    """Keeps tensors by key. `read` leaves a tensor in the store, `take` removes it, `drop` too without asking for it;
+    `fetch` announces a `read` or `take`.
 
     A `section` has keys of its own, and what it still keeps goes with it.
     """
@@ -18,11 +42,17 @@ class Store(Protocol):
 
     def fetch(self, key: Hashable) -> None: ...
 
+    def read(self, key: Hashable) -> torch.Tensor: ...
+
     def take(self, key: Hashable) -> torch.Tensor: ...
+
+    def drop(self, key: Hashable) -> None: ...
 
     def clear(self) -> None: ...
 
     def section(self) -> Store: ...
+
+    def close(self) -> None: ...
 
 
 class DeviceStore:
@@ -37,8 +67,14 @@ class DeviceStore:
     def fetch(self, key: Hashable) -> None:
         pass
 
+    def read(self, key: Hashable) -> torch.Tensor:
+        return self._kept[key]
+
     def take(self, key: Hashable) -> torch.Tensor:
         return self._kept.pop(key)
+
+    def drop(self, key: Hashable) -> None:
+        self._kept.pop(key, None)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -46,85 +82,309 @@ class DeviceStore:
     def section(self) -> DeviceStore:
         return DeviceStore()
 
+    def close(self) -> None:
+        self.clear()
+
+
+class Arena:
+    """Byte buffers carved from slabs. Slabs stay until `close`; they are carved anew whenever no buffer is out.
+
+    Rows of any lengths therefore cost no more than the largest one did.
+
+    Args:
+        slab: makes a slab of a number of bytes (uint8, one dimension).
+    """
+
+    def __init__(self, slab: Callable[[int], torch.Tensor]):
+        self._make = slab
+        self._slabs: list[torch.Tensor] = []
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._current = 0
+        self._used = 0
+        self._out = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.numel() for slab in self._slabs)
+
+    def get(self, size: int) -> torch.Tensor:
+        """A buffer of `size` bytes (uint8)."""
+        self._out += 1
+        if free := self._free.get(size):
+            return free.pop()
+        room = -(-size // _ALIGNMENT) * _ALIGNMENT
+        while self._current < len(self._slabs):
+            slab = self._slabs[self._current]
+            if self._used + room <= slab.numel():
+                buffer = slab[self._used : self._used + size]
+                self._used += room
+                return buffer
+            self._current, self._used = self._current + 1, 0
+        grown = min(max(self.bytes, _SMALLEST_SLAB), _LARGEST_SLAB)
+        try:
+            self._slabs.append(self._make(max(grown, 1 << (room - 1).bit_length() if room > grown else room)))
+        except BaseException:
+            self._out -= 1
+            raise
+        self._used = room
+        return self._slabs[self._current][:size]
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """The next user must be ordered behind the last one (both use the store's one stream)."""
+        self._out -= 1
+        if self._out:
+            self._free.setdefault(buffer.numel(), []).append(buffer)
+        else:
+            self._free.clear()
+            self._current = self._used = 0
+
+    def close(self) -> None:
+        self._free.clear()
+        self._slabs.clear()
+        self._current = self._used = self._out = 0
+
+
+@dataclass(slots=True)
+class _Kept:
+    buffer: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def view(self) -> torch.Tensor:
+        return self.buffer.view(self.dtype).view(self.shape)
+
 
 class HostStore:
-    """Tensors move to host memory; on CUDA through pinned buffers and a stream of their own.
+    """Tensors move to host memory; on CUDA through pinned slabs and a stream of their own.
 
-    Buffers are kept for the next step: pinning is slow. On the CPU the copy is an ordinary one.
+    Where pinning fails, ordinary memory is used and a warning says so. On the CPU a copy is an ordinary one.
 
     Args:
         device: where tensors come from and go back to.
     """
 
     def __init__(self, device: torch.device):
-        self._kept: dict[Hashable, torch.Tensor] = {}
-        self._coming: dict[Hashable, tuple[torch.Tensor, Any]] = {}
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self.device = device
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._arena = Arena(self._slab)
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._begin()
 
-    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        free = self._free.get((tensor.shape, tensor.dtype))
-        return free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
+    def _begin(self) -> None:
+        self._kept: dict[Hashable, _Kept] = {}
+        self._coming: dict[Hashable, tuple[torch.Tensor, Any]] = {}
 
-    def _release(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+    def _slab(self, size: int) -> torch.Tensor:
+        if self._cuda:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"host memory could not be pinned ({reason}): copies will be slow", stacklevel=2)
+        try:
+            return torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            fix = "raise memory.layers_per_segment, set memory.keep: nothing, or boundary_store: disk"
+            raise DoesNotFit(Problem("host memory", f"no {size:,} bytes for boundaries", fix)) from error
+
+    @property
+    def bytes(self) -> int:
+        """Host bytes held, in use or not."""
+        return self._arena.bytes
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
-        buffer = self._buffer(tensor)
-        self._kept[key] = buffer
+        kept = _Kept(self._arena.get(tensor.numel() * tensor.element_size()), tensor.shape, tensor.dtype)
+        self._kept[key] = kept
+        self._copy_out(tensor, kept.view())
+
+    def _copy_out(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Any:
         if self._stream is None:
             buffer.copy_(tensor)
-            return
+            return None
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             buffer.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
+            left = self._stream.record_event()
+        # Held instead of `record_stream`: its memory then goes back in the order of the computing stream.
+        self._leaving.append((tensor, left))
+        while len(self._leaving) > RING:
+            torch.cuda.current_stream(self.device).wait_event(self._leaving.popleft()[1])
+        return left
 
     def fetch(self, key: Hashable) -> None:
         if self._stream is None or key in self._coming or key not in self._kept:
             return
-        buffer = self._kept[key]
+        kept = self._kept[key]
         # Allocated on the computing stream, whose earlier work may still read the memory's last owner.
-        tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            tensor.copy_(buffer, non_blocking=True)
+            tensor.copy_(kept.view(), non_blocking=True)
             self._coming[key] = (tensor, self._stream.record_event())
-        tensor.record_stream(self._stream)
 
-    def take(self, key: Hashable) -> torch.Tensor:
+    def read(self, key: Hashable) -> torch.Tensor:
         if self._stream is None:
-            buffer = self._kept.pop(key)
-            tensor = buffer.to(self.device, copy=True)
-            self._release(buffer)
-            return tensor
+            kept = self._kept[key]
+            return kept.view().to(self.device, copy=True)
         self.fetch(key)
         tensor, arrived = self._coming.pop(key)
         torch.cuda.current_stream(self.device).wait_event(arrived)
-        # The next writer of this buffer works on the same stream, behind the copy that reads it.
-        self._release(self._kept.pop(key))
         return tensor
 
+    def take(self, key: Hashable) -> torch.Tensor:
+        tensor = self.read(key)
+        self._arena.give_back(self._kept.pop(key).buffer)
+        return tensor
+
+    def drop(self, key: Hashable) -> None:
+        kept = self._kept.pop(key, None)
+        self._coming.pop(key, None)
+        if kept is not None:
+            self._arena.give_back(kept.buffer)
+
     def clear(self) -> None:
-        for buffer in self._kept.values():
-            self._release(buffer)
-        self._kept.clear()
-        self._coming.clear()
+        for kept in self._kept.values():
+            self._arena.give_back(kept.buffer)
+        self._begin()
 
     def section(self) -> HostStore:
-        """The buffers and the stream are shared."""
-        other = HostStore.__new__(HostStore)
-        other.device, other._cuda, other._stream, other._free = self.device, self._cuda, self._stream, self._free
-        other._kept, other._coming = {}, {}
+        """The slabs and the stream are shared."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._begin()
         return other
+
+    def close(self) -> None:
+        """Give the memory back to the system. The store cannot be used afterwards."""
+        self.clear()
+        self._leaving.clear()
+        self._arena.close()
+        if self._cuda and hasattr(torch._C, "_host_emptyCache"):
+            torch.cuda.synchronize(self.device)
+            torch._C._host_emptyCache()
 
     def __del__(self) -> None:
         # A forward whose backward never came must not take its buffers along: pinned memory is scarce.
         self.clear()
 
 
-def make_store(kind: str, device: torch.device) -> Store:
-    """The store that a plan names."""
+class DiskStore(HostStore):
+    """Tensors move into memory-mapped files, on CUDA through pinned staging buffers and a thread.
+
+    The files have no name from the moment they are opened: the system takes them back when the process ends, however
+    it ends. Their space is reserved when they are made, so a full disk is met there and not in the middle of a step.
+
+    Args:
+        device: where tensors come from and go back to.
+        folder: a folder on the disk to use.
+    """
+
+    def __init__(self, device: torch.device, folder: Path):
+        super().__init__(device)
+        self.folder = folder
+        self._staging = Arena(super()._slab)
+        self._thread = ThreadPoolExecutor(1, "longtune-disk") if self._cuda else None
+        self._waiting: deque[tuple[Future[Any], torch.Tensor]] = deque()
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._arriving: dict[Hashable, Future[tuple[torch.Tensor, Any]]] = {}
+
+    def _slab(self, size: int) -> torch.Tensor:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
+            reason = f"no {size:,} bytes for boundaries ({error.strerror}; {free:,} free)"
+            raise DoesNotFit(Problem(str(self.folder), reason, "free some, or set boundary_store: host")) from error
+
+    def put(self, key: Hashable, tensor: torch.Tensor) -> None:
+        if self._thread is None:
+            super().put(key, tensor)
+            return
+        size = tensor.numel() * tensor.element_size()
+        kept = _Kept(self._arena.get(size), tensor.shape, tensor.dtype)
+        self._kept[key] = kept
+        staged = _Kept(self._stage(size), tensor.shape, tensor.dtype)
+        left = self._copy_out(tensor, staged.view())
+
+        def write() -> None:
+            left.synchronize()
+            kept.buffer.copy_(staged.buffer)
+
+        self._waiting.append((self._thread.submit(write), staged.buffer))
+
+    def _stage(self, size: int) -> torch.Tensor:
+        """A staging buffer; at most a few are under way."""
+        while self._waiting and (len(self._waiting) > 2 * RING or self._waiting[0][0].done()):
+            done, buffer = self._waiting.popleft()
+            done.result()
+            self._staging.give_back(buffer)
+        return self._staging.get(size)
+
+    def fetch(self, key: Hashable) -> None:
+        if self._thread is None or self._stream is None or key in self._arriving or key not in self._kept:
+            return
+        kept, stream = self._kept[key], self._stream
+        staged = _Kept(self._stage(kept.buffer.numel()), kept.shape, kept.dtype)
+        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
+        ready = torch.cuda.current_stream(self.device).record_event()
+
+        def bring() -> tuple[torch.Tensor, Any]:
+            # The one thread works in order: what was put before is written by now.
+            staged.buffer.copy_(kept.buffer)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                tensor.copy_(staged.view(), non_blocking=True)
+                arrived = stream.record_event()
+            arrived.synchronize()
+            return tensor, arrived
+
+        coming = self._thread.submit(bring)
+        self._arriving[key] = coming
+        self._waiting.append((coming, staged.buffer))
+
+    def read(self, key: Hashable) -> torch.Tensor:
+        if self._thread is None:
+            return super().read(key)
+        self.fetch(key)
+        tensor, arrived = self._arriving.pop(key).result()
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+        return tensor
+
+    def drop(self, key: Hashable) -> None:
+        if key in self._arriving:
+            self._arriving.pop(key).result()
+        super().drop(key)
+
+    def _settle(self) -> None:
+        """Wait for the thread, whose work uses the buffers."""
+        while self._waiting:
+            done, buffer = self._waiting.popleft()
+            done.exception()
+            self._staging.give_back(buffer)
+
+    def clear(self) -> None:
+        self._settle()
+        super().clear()
+
+    def close(self) -> None:
+        super().close()
+        self._staging.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def make_store(kind: str, device: torch.device, scratch: Path | None = None) -> Store:
+    """The store that a plan names; `scratch` is a folder for the disk store (default: the system's)."""
+    if kind == "disk":
+        return DiskStore(device, scratch or Path(tempfile.gettempdir()))
     return HostStore(device) if kind == "host" else DeviceStore()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from longtune.model.stack import Stack, evaluating
 from longtune.objective.base import Objective, Totals
 from longtune.tree import Forest, Tree
 
+OnPhase = Callable[[str, int | None], None]
+
 
 class Engine:
     """Runs training and evaluation steps of a model by walking the grid of layers x chunks.
@@ -29,6 +33,7 @@ class Engine:
         plan: how to walk.
         seed: seed of the run, for randomness inside layers (dropout).
         attention: name of an attention kernel, to overrule the choice.
+        scratch: folder for boundaries on disk (default: the system's temporary folder).
         on_phase: called after each phase of a walk: ("prologue" | "forward" | "head" | "done", None), and
             ("backward", first layer) after each segment's backward.
 
@@ -46,11 +51,13 @@ class Engine:
         plan: Plan | None = None,
         seed: int = 0,
         attention: str | None = None,
-        on_phase: Callable[[str, int | None], None] | None = None,
+        scratch: Path | None = None,
+        on_phase: OnPhase | None = None,
     ):
         self.model = model
         self.plan = plan or Plan()
         self.seed = seed
+        self.scratch = scratch
         self.on_phase = on_phase
         self.stack = Stack(model)
         computing, self.attention_choice = path_attention(self.stack.device, self.stack.dtype, attention)
@@ -64,7 +71,7 @@ class Engine:
                 self.stack.logits(self.structure.hidden[:1])
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = self._state_of_head()
-            self.boundaries = make_store(self.plan.boundary_store, self.stack.device)
+            self._open_stores()
             self.unchunkable = self._check()
         except BaseException as error:
             self.port.close()
@@ -77,17 +84,34 @@ class Engine:
         if plan.head_chunk != self.plan.head_chunk:
             self.head = make_head(self.stack, plan.head_chunk)
             self._head_state = self._state_of_head()
-        if plan.boundary_store != self.plan.boundary_store:
-            self.boundaries = make_store(plan.boundary_store, self.stack.device)
+        other = plan.boundary_store != self.plan.boundary_store
         self.plan = plan
+        if other:
+            self._close_stores()
+            self._open_stores()
+
+    def _open_stores(self) -> None:
+        kind, device = self.plan.boundary_store, self.stack.device
+        self.boundaries = make_store(kind, device, self.scratch)
+        # The flow is written and read once for each layer: that is no work for a disk.
+        self.moving = make_store("host", device) if kind == "disk" else self.boundaries
+
+    def _close_stores(self) -> None:
+        self.boundaries.close()
+        self.moving.close()
 
     @property
     def closed(self) -> bool:
         return self.port.closed
 
     def close(self) -> None:
-        """Release the engine's entry in transformers' registry; the engine cannot be used afterwards."""
+        """Release host memory and the entry in transformers' registry; the engine cannot be used afterwards."""
         self.port.close()
+        self._close_stores()
+
+    def layer_open(self, layer: int) -> AbstractContextManager[None]:
+        """Entered while the cells of one layer run, one after another."""
+        return nullcontext()
 
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)

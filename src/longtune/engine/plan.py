@@ -8,7 +8,11 @@ from typing import Any, Literal, get_args
 from longtune.errors import Problem, UserError
 
 BoundaryStore = Literal["device", "host", "disk"]
-Keep = Literal["nothing", "attention", "everything"]
+Keep = Literal["nothing", "kv", "attention", "everything"]
+
+STREAM_CHUNKS = 4
+"""Chunks from which on the residual stream lives off the device too, where boundaries do: with fewer, a chunk would
+have to wait for its own copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +22,14 @@ class Plan:
     Attributes:
         layers_per_segment: layers whose inside is recomputed together from one kept boundary; None is all layers.
         chunk_tokens: tokens of a chunk at most; None is the whole row.
-        boundary_store: where boundaries (and kept attention outputs) live between forward and backward.
+        boundary_store: where boundaries (and what `keep` adds to them, activations apart) live between forward and
+            backward. Off the device, rows of `STREAM_CHUNKS` chunks and more also move the residual stream and its
+            gradient through host memory, chunk by chunk.
         head_chunk: targets whose logits exist at once; None is all.
-        keep: `nothing` recomputes each cell; `attention` keeps attention outputs and log-sum-exp so that attention
-            runs forward once; `everything` keeps all activations and recomputes nothing.
+        keep: `nothing` recomputes each cell; `kv` keeps keys and values, so that they are not made again before a
+            layer's backward; `attention` keeps attention outputs and log-sum-exp, so that attention runs forward once;
+            `everything` keeps all activations and recomputes nothing.
+        keep_layers: the last layers to which `keep` applies, the others keep nothing; None is all.
 
     Raises:
         UserError: a value is out of range (all of them at once).
@@ -32,10 +40,11 @@ class Plan:
     boundary_store: BoundaryStore = "device"
     head_chunk: int | None = 1024
     keep: Keep = "nothing"
+    keep_layers: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
-        for name in ("layers_per_segment", "chunk_tokens", "head_chunk"):
+        for name in ("layers_per_segment", "chunk_tokens", "head_chunk", "keep_layers"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 problems.append(Problem(f"plan: {name}", f"{value!r} is not a count of at least 1", "null means all"))
@@ -43,8 +52,6 @@ class Plan:
             value = getattr(self, name)
             if value not in kinds:
                 problems.append(Problem(f"plan: {name}", f"{value!r} is not known", f"one of {', '.join(kinds)}"))
-        if self.boundary_store == "disk":
-            problems.append(Problem("plan: boundary_store", "disk is not supported yet", "use host"))
         if problems:
             raise UserError(problems)
 

@@ -6,7 +6,8 @@
               for each chunk, last to first: run that one cell with graph and take its gradient
 
 Chunks go backwards in reverse, so the accumulators of a chunk's keys and values are complete when its cell is reached.
-Only one cell's graph is alive at a time (all of them under `keep="everything"`).
+Only one cell's graph is alive at a time, apart from layers of which the plan keeps everything. What a cell reads and
+writes besides its layer's keys and values passes through `traffic.py`, which knows what lives where.
 """
 
 from __future__ import annotations
@@ -20,18 +21,16 @@ import torch
 
 from longtune.attention.function import Cell, StopLayer
 from longtune.attention.store import KVStore
-from longtune.engine.boundary import Store
 from longtune.engine.gradients import GradientSums
 from longtune.engine.randomness import cell_randomness, has_dropout
-from longtune.model.stack import LayerCall, Prologue
+from longtune.engine.traffic import Place, Traffic
+from longtune.model.stack import LayerCall
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
     from longtune.engine.engine import Engine
 
-
-Phase = str | tuple[str, int]
-"""A part of a walk: prologue, forward, head, ("backward", segment), and done once it is over."""
+_NOTHING: list[Place] = []
 
 
 @dataclass(slots=True)
@@ -64,31 +63,32 @@ class Walk:
         device = self.stack.device
         self._tokens = forest.tokens.to(device)
         self._positions = forest.positions.to(device)
-        self._prologues: list[Prologue] = []
-        self._flow: list[torch.Tensor] = []
-        """Per chunk: the residual on the way forward, its gradient on the way back."""
         self._kv: dict[int, KVStore] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        # All that a walk keeps is its own: another one may begin before this one goes back.
-        self._store: Store = engine.boundaries.section()
-        count = len(self.stack.layers)
+        self._count = len(self.stack.layers)
         self._random = [has_dropout(layer) for layer in self.stack.layers]
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers]
-        self.lowest = self._lowest_trained() if grad else count
-        step = self.plan.layers_per_segment or count
-        self._segments = [range(first, min(first + step, count)) for first in range(self.lowest, count, step)]
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
+        self.lowest = self._lowest_trained() if grad else self._count
+        self._keeping = max(self.lowest, self._count - (self.plan.keep_layers or self._count))
+        """The first layer that keeps what the plan says; those below it keep nothing but boundaries."""
+        self._whole = self._keeping if self.plan.keep == "everything" else self._count
+        """The first layer of which all activations are kept."""
+        step = self.plan.layers_per_segment or self._count
+        self._segments = [range(i, min(i + step, self._whole)) for i in range(self.lowest, self._whole, step)]
+        # All that a walk keeps is its own: another one may begin before this one goes back.
+        firsts = [segment[0] for segment in self._segments]
+        self._traffic = Traffic(self.plan, engine.boundaries, engine.moving, len(self.chunks), firsts, self._whole)
         kind = device.type
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         self._autocast = torch.get_autocast_dtype(kind) if on else None
 
     def _lowest_trained(self) -> int:
         """The first layer that the backward must reach: 0 where anything before the layers is trained."""
-        if any(p.requires_grad for p in self.stack.outer_parameters):
+        if self._outer:
             return 0
-        return next((i for i, own in enumerate(self._parameters) if own), len(self.stack.layers))
+        return next((i for i, own in enumerate(self._parameters) if own), self._count)
 
     def check_modes(self) -> None:
         """Refuse a backward whose recomputed cells would not repeat the dropout of the forward.
@@ -102,48 +102,46 @@ class Walk:
                 " run the backward in the mode of its forward"
             )
 
-    def _begins(self, phase: Phase) -> None:
-        if self.engine.on_phase is not None:
-            self.engine.on_phase(phase)
+    def _keep(self, layer: int) -> str:
+        return self.plan.keep if layer >= self._keeping else "nothing"
 
     # forward
 
     def forward(self) -> None:
         """Run the prologue and all layers; what the backward needs is kept as the plan says."""
         with self._walking():
-            self._begins("prologue")
-            for chunk in self.chunks:
+            for c, chunk in enumerate(self.chunks):
                 own = slice(chunk.start, chunk.end)
                 with torch.set_grad_enabled(bool(self._outer)):
                     prologue = self.stack.prologue(self._tokens[own], self._positions[own])
-                self._prologues.append(prologue)
-                self._flow.append(prologue.residual.detach())
-            self._begins("forward")
-            firsts = {segment[0]: number for number, segment in enumerate(self._segments)}
-            for layer in range(len(self.stack.layers)):
-                self._forward_layer(layer, firsts.get(layer))
+                self._traffic.begin(c, prologue, trained=bool(self._outer))
+                del prologue
+            self._told("prologue")
+            for layer in range(self._count):
+                self._forward_layer(layer)
+            self._told("forward")
 
-    def _forward_layer(self, layer: int, segment: int | None) -> None:
-        everything = self.plan.keep == "everything" and layer >= self.lowest
-        for c in range(len(self.chunks)):
-            hidden = self._flow[c]
-            if everything:
-                graph = self._cell_graph(layer, c, hidden)
-                self._graphs[layer, c] = graph
-                self._flow[c] = graph.output.detach()
-                continue
-            if segment is not None:
-                self._store.put(("boundary", segment, c), hidden)
-            keeps = self.plan.keep == "attention" and layer >= self.lowest
-            with torch.no_grad():
-                self._flow[c] = self._run(layer, c, hidden, keeps=keeps)
-        self._forget_kv(layer, everything)
+    def _forward_layer(self, layer: int) -> None:
+        keep = self._keep(layer)
+        with self.engine.layer_open(layer):
+            for c in self._traffic.ahead(range(len(self.chunks)), entering=layer):
+                hidden = self._traffic.enter(layer, c)
+                if keep == "everything":
+                    graph = self._cell_graph(layer, c, hidden)
+                    self._graphs[layer, c] = graph
+                    self._traffic.leave(layer, c, graph.output.detach())
+                    continue
+                with torch.no_grad():
+                    self._traffic.leave(layer, c, self._run(layer, c, hidden, keeps=keep == "attention"))
+        if keep == "kv" and self.engine.structure.donors[layer] == layer:
+            self._traffic.put_kv(layer, *self._kv[layer].keys_and_values)
+        self._forget_kv(layer)
 
-    def _forget_kv(self, layer: int, everything: bool) -> None:
+    def _forget_kv(self, layer: int) -> None:
         """Drop the keys and values that no later layer, and no backward, will ask for."""
         for donor in list(self._kv):
             last = self.engine.structure.last_reader(donor)
-            read_backwards = last >= self.lowest and (everything or last > donor)
+            read_backwards = last >= self.lowest and (last >= self._whole or last > donor)
             if layer >= last and not read_backwards:
                 del self._kv[donor]
 
@@ -158,27 +156,29 @@ class Walk:
         return Cell(layer, self.chunks[c], store, writes=home == layer, **options)  # pyright: ignore[reportArgumentType]
 
     def _run(
-        self, layer: int, c: int, hidden: torch.Tensor, *, call: LayerCall | None = None, keeps: bool = False
+        self,
+        layer: int,
+        c: int,
+        hidden: torch.Tensor,
+        *,
+        call: LayerCall | None = None,
+        keeps: bool = False,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run one layer on one chunk, in the ambient gradient mode."""
-        cell = self._cell(layer, c, kept=self._kept.get((layer, c)))
+        cell = self._cell(layer, c, kept=kept)
         if keeps:
-
-            def keep(out: torch.Tensor, lse: torch.Tensor) -> None:
-                self._store.put(("out", layer, c), out)
-                self._store.put(("lse", layer, c), lse)
-
-            cell.keep = keep
+            cell.keep = lambda out, lse: self._traffic.put_attention(layer, c, out, lse)
         self.engine.port.cell = cell
         with self._randomness(layer, c):
-            return self.stack.layer(layer, hidden, call or self._prologues[c].calls[layer])
+            return self.stack.layer(layer, hidden, call or self._traffic.call(layer, c))
 
     def _rebuild_kv(self, layer: int, c: int, hidden: torch.Tensor) -> None:
         """Run a layer only as far as its keys and values."""
         self.engine.port.cell = self._cell(layer, c, stop=True)
         with torch.no_grad(), self._randomness(layer, c):
             try:
-                self.stack.layer(layer, hidden, self._prologues[c].calls[layer])
+                self.stack.layer(layer, hidden, self._traffic.call(layer, c))
             except StopLayer:
                 pass
 
@@ -187,18 +187,19 @@ class Walk:
             return nullcontext()
         return cell_randomness(self.stack.device, self.engine.seed, *self.key, layer, c)
 
-    def _cell_graph(self, layer: int, c: int, hidden: torch.Tensor) -> _Graph:
-        """Run one cell with graph."""
-        leaf = hidden.detach()
-        if layer > self.lowest or self._outer:
-            leaf.requires_grad_()
-        call = self._prologues[c].calls[layer]
+    def _cell_graph(
+        self, layer: int, c: int, hidden: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> _Graph:
+        """Run one cell with a graph from detached inputs."""
+        needs_input = layer > self.lowest or bool(self._outer)
+        leaf = hidden.detach().requires_grad_(needs_input)
+        call = self._traffic.call(layer, c)
         arguments = self.stack.tensors(call) if self._outer else []
         leaves = [argument.detach().requires_grad_() for argument in arguments]
         if leaves:
             call = self.stack.with_tensors(call, leaves)
         with torch.enable_grad():
-            output = self._run(layer, c, leaf, call=call)
+            output = self._run(layer, c, leaf, call=call, kept=kept)
         return _Graph([leaf, *leaves], output)
 
     # head
@@ -213,13 +214,16 @@ class Walk:
         """Log-probs of all targets [M], fp32, without gradient; the walk can still go on to `head`."""
         targets = self.forest.targets
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
+        by_chunk = self._targets_by_chunk()
         with self._walking(), torch.no_grad():
-            for c, index in enumerate(self._targets_by_chunk()):
-                if index.numel():
-                    hidden = self._epilogue(c, self._flow[c])[0]
-                    column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
-                    token = targets.token[index].to(hidden.device)
-                    out[index.to(out.device)] = self.engine.head.log_probs(hidden[column], token)
+            some = [c for c, index in enumerate(by_chunk) if index.numel()]
+            for c in self._traffic.ahead(some, flow=self._count):
+                index = by_chunk[c]
+                hidden = self._epilogue(c, self._traffic.flow(self._count, c, last=False))[0]
+                column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
+                token = targets.token[index].to(hidden.device)
+                out[index.to(out.device)] = self.engine.head.log_probs(hidden[column], token)
+        self._told("head")
         return out
 
     def head(self, cotangent_M: torch.Tensor) -> torch.Tensor:
@@ -227,11 +231,13 @@ class Walk:
         targets = self.forest.targets
         head = self.engine.head
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
-        self._begins("head")
         with self._walking():
-            for c, index in enumerate(self._targets_by_chunk()):
+            by_chunk = self._targets_by_chunk()
+            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count):
+                index = by_chunk[c]
                 if not index.numel():
-                    self._flow[c] = torch.zeros_like(self._flow[c])
+                    flow = self._traffic.flow(self._count, c)
+                    self._traffic.turn(self._count, c, torch.zeros_like(flow))
                     continue
                 residual, hidden = self._epilogue_graph(c)
                 column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
@@ -245,17 +251,22 @@ class Walk:
                 out[index.to(out.device)] = log_probs
                 self.sums.add(head.parameters, grads)
                 self._epilogue_backward(c, residual, hidden, dhidden[None])
+                del residual, hidden, dhidden, drows
+        self._told("head")
         return out
 
     def hidden(self) -> torch.Tensor:
         """Hidden states before the head, [T, H], without graph."""
+        chunks = range(len(self.chunks))
         with self._walking(), torch.no_grad():
-            return torch.cat([self._epilogue(c, self._flow[c])[0] for c in range(len(self.chunks))])
+            ahead = self._traffic.ahead(chunks, flow=self._count)
+            return torch.cat([self._epilogue(c, self._traffic.flow(self._count, c, last=False))[0] for c in ahead])
 
     def from_hidden(self, dhidden_TH: torch.Tensor) -> None:
         """Turn the flow from the gradient of `hidden()`."""
         with self._walking():
-            for c, chunk in enumerate(self.chunks):
+            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count):
+                chunk = self.chunks[c]
                 residual, hidden = self._epilogue_graph(c)
                 self._epilogue_backward(c, residual, hidden, dhidden_TH[None, chunk.start : chunk.end])
 
@@ -264,19 +275,21 @@ class Walk:
         return self.stack.epilogue(self._tokens[own], self._positions[own], residual)
 
     def _epilogue_graph(self, c: int) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self._flow[c].detach().requires_grad_()
+        residual = self._traffic.flow(self._count, c).detach().requires_grad_()
         with torch.enable_grad():
             return residual, self._epilogue(c, residual)
 
     def _epilogue_backward(self, c: int, residual: torch.Tensor, hidden: torch.Tensor, dhidden: torch.Tensor) -> None:
         grads = torch.autograd.grad(hidden, [residual, *self._outer], dhidden, allow_unused=True)
         assert grads[0] is not None
-        self._flow[c] = grads[0]
+        self._traffic.turn(self._count, c, grads[0])
         self.sums.add(self._outer, grads[1:])
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply everything that the backward starts from (between the head and the backward)."""
-        self._flow = [flow * factor.to(flow.dtype) for flow in self._flow]
+        for c in range(len(self.chunks)):
+            flow = self._traffic.flow(self._count, c)
+            self._traffic.turn(self._count, c, flow * factor.to(flow.dtype))
         self.sums.scale(factor)
 
     # backward
@@ -284,69 +297,96 @@ class Walk:
     def backward(self) -> None:
         """Walk back; the gradients are in `sums` afterwards."""
         with self._walking():
+            for layer in range(self._count - 1, self._whole - 1, -1):
+                self._backward_layer(layer)
+                self._told("backward", layer)
             for number in range(len(self._segments) - 1, -1, -1):
-                self._begins(("backward", number))
-                if self.plan.keep == "everything":
-                    for layer in reversed(self._segments[number]):
-                        self._backward_layer(layer, None)
-                else:
-                    self._backward_segment(number)
+                self._backward_segment(self._segments[number])
+                self._told("backward", self._segments[number][0])
             if self._outer:
                 self._backward_prologue()
-            self._flow.clear()
-            self._prologues.clear()
-        self._begins("done")
+            self._traffic.clear()
+        self._told("done")
 
-    def _fetch(self, number: int) -> None:
-        if number >= 0:
-            for c in range(len(self.chunks)):
-                self._store.fetch(("boundary", number, c))
-
-    def _backward_segment(self, number: int) -> None:
-        segment = self._segments[number]
+    def _backward_segment(self, segment: range) -> None:
         chunks = range(len(self.chunks))
-        inputs = {segment[0]: [self._store.take(("boundary", number, c)) for c in chunks]}
-        self._fetch(number - 1)
         for layer in segment:
-            if self.plan.keep == "attention" and self.engine.structure.donors[layer] is not None:
-                for c in chunks:
-                    self._kept[layer, c] = (self._store.take(("out", layer, c)), self._store.take(("lse", layer, c)))
-            if layer == segment[-1]:
-                # The last chunk's cell comes first on the way back and writes its own keys and values.
-                if self.engine.structure.donors[layer] == layer and layer not in self._kv:
-                    for c in chunks[:-1]:
-                        self._rebuild_kv(layer, c, inputs[layer][c])
-            else:
-                with torch.no_grad():
-                    inputs[layer + 1] = [self._run(layer, c, inputs[layer][c]) for c in chunks]
+            own = self.engine.structure.donors[layer] == layer
+            if self._keep(layer) == "kv" and own and layer not in self._kv:
+                self._kv[layer] = KVStore(self.forest.size)
+                self._kv[layer].restore(len(chunks), *self._traffic.take_kv(layer))
+            with self.engine.layer_open(layer):
+                if layer < segment[-1]:
+                    kept = self._keeps_attention(layer)
+                    for c in self._traffic.ahead(chunks, inputs=layer, attention=layer if kept else None):
+                        hidden = self._traffic.input(layer, c, last=False)
+                        attention = self._traffic.attention(layer, c, last=False) if kept else None
+                        with torch.no_grad():
+                            output = self._run(layer, c, hidden, kept=attention)
+                        self._traffic.put_input(layer + 1, c, output)
+                        del hidden, attention, output
+                elif own and layer not in self._kv:
+                    # The last chunk's cell comes first on the way back and writes its own keys and values.
+                    then = self._traffic.first_of(layer, chunks[-1], self._keeps_attention(layer))
+                    for c in self._traffic.ahead(chunks[:-1], inputs=layer, then=then):
+                        self._rebuild_kv(layer, c, self._traffic.input(layer, c, last=False))
         for layer in reversed(segment):
-            self._backward_layer(layer, inputs.pop(layer))
+            self._backward_layer(layer, self._after(segment, layer))
 
-    def _backward_layer(self, layer: int, inputs: list[torch.Tensor] | None) -> None:
+    def _after(self, segment: range, layer: int) -> list[Place]:
+        """What the walk will ask for first when a layer's backward is done."""
+        last = len(self.chunks) - 1
+        if layer > segment[0]:
+            return self._traffic.first_of(layer - 1, last, self._keeps_attention(layer - 1))
+        below = next((other for other in self._segments if other[-1] == layer - 1), None)
+        if below is None:
+            return []
+        runs_whole = last == 0 or len(below) > 1
+        return self._traffic.first_of(below[0], 0, runs_whole and self._keeps_attention(below[0]))
+
+    def _keeps_attention(self, layer: int) -> bool:
+        return self._keep(layer) == "attention" and self.engine.structure.donors[layer] is not None
+
+    def _backward_layer(self, layer: int, then: list[Place] = _NOTHING) -> None:
         parameters = self._parameters[layer]
-        for c in range(len(self.chunks) - 1, -1, -1):
-            if inputs is None:
-                graph = self._graphs.pop((layer, c))
-            else:
-                graph = self._cell_graph(layer, c, inputs.pop())
-            wanted = [x for x in graph.inputs if x.requires_grad]
-            grads = torch.autograd.grad(graph.output, [*wanted, *parameters], self._flow[c], allow_unused=True)
-            self._kept.pop((layer, c), None)
-            if graph.inputs[0].requires_grad:
-                dinput = grads[0]
-                assert dinput is not None
-                self._flow[c] = dinput
-            if self._outer:
-                self._call_gradients[layer, c] = list(grads[1 : len(wanted)])
-            self.sums.add(parameters, grads[len(wanted) :])
-            del graph, grads
+        whole = layer >= self._whole
+        kept = self._keeps_attention(layer)
+        order = range(len(self.chunks) - 1, -1, -1)
+        ahead = self._traffic.ahead(
+            order,
+            inputs=None if whole else layer,
+            attention=layer if kept else None,
+            flow=layer + 1,
+            then=then,
+        )
+        with self.engine.layer_open(layer):
+            for c in ahead:
+                if whole:
+                    graph = self._graphs.pop((layer, c))
+                else:
+                    attention = self._traffic.attention(layer, c) if kept else None
+                    graph = self._cell_graph(layer, c, self._traffic.input(layer, c), attention)
+                    del attention
+                wanted = [x for x in graph.inputs if x.requires_grad]
+                dflow = self._traffic.flow(layer + 1, c)
+                grads = torch.autograd.grad(graph.output, [*wanted, *parameters], dflow, allow_unused=True)
+                del dflow
+                self._traffic.forget_call(layer, c)
+                if graph.inputs[0].requires_grad:
+                    assert grads[0] is not None
+                    self._traffic.turn(layer, c, grads[0])
+                if self._outer:
+                    self._call_gradients[layer, c] = list(grads[1 : len(wanted)])
+                self.sums.add(parameters, grads[len(wanted) :])
+                del graph, grads, wanted
         self._kv.pop(layer, None)
 
     def _backward_prologue(self) -> None:
         """Gradients of trained parameters before and beside the layers, through what the prologue recorded."""
-        for c, prologue in enumerate(self._prologues):
-            outputs, doutputs = [prologue.residual], [self._flow[c]]
-            for layer in range(self.lowest, len(self.stack.layers)):
+        for c in range(len(self.chunks)):
+            prologue = self._traffic.prologue(c)
+            outputs, doutputs = [prologue.residual], [self._traffic.flow(0, c)]
+            for layer in range(self.lowest, self._count):
                 tensors = self.stack.tensors(prologue.calls[layer])
                 for tensor, dtensor in zip(tensors, self._call_gradients.pop((layer, c)), strict=True):
                     if dtensor is not None:
@@ -360,6 +400,10 @@ class Walk:
                 self.sums.add(self._outer, grads)
 
     # context
+
+    def _told(self, phase: str, layer: int | None = None) -> None:
+        if self.engine.on_phase is not None:
+            self.engine.on_phase(phase, layer)
 
     @contextmanager
     def _walking(self) -> Iterator[None]:
@@ -376,7 +420,7 @@ class Walk:
             try:
                 yield
             except BaseException:
-                self._store.clear()
+                self._traffic.clear()
                 raise
             finally:
                 self.engine.port.cell = None
