@@ -8,18 +8,22 @@ from typing import Any
 
 import orjson
 
-_ENDS = ("done", "failed", "stopped")
+ENDS = ("done", "failed", "stopped")
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The event that a line holds; None where it holds none (a killed writer left it unfinished)."""
+    try:
+        event = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a log, cleaned by `clean`; a line that a killed writer left unfinished is passed over."""
-    events = []
-    for line in path.read_bytes().splitlines():
-        try:
-            events.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            continue
-    return clean(events)
+    """The events of a log, cleaned by `clean`; a line that holds none is passed over."""
+    with path.open("rb") as file:
+        return clean(event for event in map(parse, file) if event is not None)
 
 
 def clean(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -27,6 +31,6 @@ def clean(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "resumed":
-            kept = [old for old in kept if old["event"] not in _ENDS and old.get("step", 0) <= event["step"]]
+            kept = [old for old in kept if old["event"] not in ENDS and old.get("step", 0) <= event["step"]]
         kept.append(event)
     return kept

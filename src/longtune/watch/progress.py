@@ -18,16 +18,18 @@ class ProgressLine:
     """Renders events as they come, as a context manager and a callback.
 
     Args:
-        console: where to write; a live line only if it is a terminal.
+        console: where to write; a live line only if it is a terminal that can move its cursor.
+        prefix: stands in front of every line.
     """
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None, prefix: str = ""):
         self._console = console or Console(highlight=False)
         self._view = View()
         self._live: Live | None = None
+        self._prefix = prefix
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
         return self
@@ -40,13 +42,13 @@ class ProgressLine:
         self._view.update(event)
         for line in event_lines(event):
             # Text, as square brackets in a row's name are no markup.
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(self._prefix + line), soft_wrap=True)
         if event["event"] != "train":
             return
         if self._live is not None:
             self._live.update(Text(self._view.progress_line(), no_wrap=True, overflow="ellipsis"), refresh=True)
         elif self._due():
-            self._console.print(Text(self._view.progress_line()), soft_wrap=True)
+            self._console.print(Text(self._prefix + self._view.progress_line()), soft_wrap=True)
 
     def _due(self) -> bool:
         view = self._view

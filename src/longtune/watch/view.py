@@ -123,3 +123,13 @@ def duration(seconds: float | None) -> str:
 def size(count: int) -> str:
     """Bytes in GiB or MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def pace(seconds: float | None) -> str:
+    """A time that may be short: 0.31 s, 12.4 s, 3:05."""
+    return duration(seconds) if seconds is None or seconds >= 60 else f"{seconds:.3g} s"
+
+
+def printable(text: object) -> str:
+    """One line of text in which nothing steers a terminal: control characters become visible."""
+    return "".join(c if c.isprintable() else " " if c in "\n\t" else f"\\x{ord(c):02x}" for c in str(text))

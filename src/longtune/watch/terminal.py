@@ -1,0 +1,168 @@
+"""Watching on a terminal: a full screen with keys, or plain lines where the output is no terminal.
+
+What is drawn is `screen`'s. Detaching leaves the run as it is; a watcher gives way to the run it watches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from longtune.watch.charts import charts_for
+from longtune.watch.progress import ProgressLine
+from longtune.watch.runs import ReplayedRun, WatchedRun
+from longtune.watch.screen import SMOOTHINGS, Options, safe_lines, screen
+from longtune.watch.view import printable
+
+INTERVAL = 1.0
+"""Seconds between looks at the files."""
+REDRAW = 5.0
+"""Seconds after which the screen is drawn again though nothing has happened: pauses grow."""
+OVER = ("done", "failed", "stopped", "gone")
+
+
+def watch(runs: Sequence[WatchedRun], console: Console, *, ascii_only: bool = False) -> None:
+    """Shows runs until the user detaches; without a screen, until they are over."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        _watch_screen(runs, console, ascii_only or not speaks_unicode(console))
+    else:
+        follow(runs, console)
+
+
+def speaks_unicode(console: Console) -> bool:
+    """Whether braille can be shown: not in another encoding, and not on the console of Linux itself."""
+    return console.encoding.lower().startswith("utf") and os.environ.get("TERM") != "linux"
+
+
+def _watch_screen(runs: Sequence[WatchedRun], console: Console, ascii_only: bool) -> None:
+    _give_way()
+    options = Options(ascii_only=ascii_only, mono=console.no_color or console.color_system is None)
+    drawn, size = 0.0, console.size
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), Keys() as keys, live:
+        for run in runs:
+            run.refresh()
+        while True:
+            size = console.size
+            live.update(Group(*screen(runs, options, size.width, size.height)), refresh=True)
+            drawn = time.monotonic()
+            while True:
+                key = keys.wait(INTERVAL)
+                if key is not None:
+                    if not press(key, options, runs):
+                        return
+                    break
+                changed = [run.refresh() for run in runs]
+                if any(changed) or console.size != size or time.monotonic() - drawn > REDRAW:
+                    break
+
+
+def press(key: str, options: Options, runs: Sequence[WatchedRun]) -> bool:
+    """Does what a key asks for; False to detach."""
+    if key in ("q", "Q", "\x03", "\x04"):
+        return False
+    if key in ("m", "M"):
+        count = len(charts_for(any(run.state.has_pairs for run in runs)))
+        options.chart = (options.chart + (1 if key == "m" else -1)) % count
+    elif key == "s":
+        later = [weight for weight in SMOOTHINGS if weight > options.smoothing]
+        options.smoothing = later[0] if later else SMOOTHINGS[0]
+    elif key == "l":
+        options.log = not options.log
+    elif key == "c":
+        options.compare = not options.compare
+    elif key == "n":
+        options.compare = False
+        options.selected = (options.selected + 1) % len(runs)
+    return True
+
+
+def follow(
+    runs: Sequence[WatchedRun],
+    console: Console,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Prints the runs' events as lines until all of them are over."""
+    told: dict[int, set[str]] = {}
+    for run in runs:
+        prefix = f"{printable(run.name)}: " if len(runs) > 1 else ""
+        run.listener = _tolerant(ProgressLine(console, prefix))
+    while True:
+        for index, run in enumerate(runs):
+            run.refresh()
+            alerts = {alert.kind: alert.text for alert in run.alerts}
+            for kind in alerts.keys() - told.get(index, set()):
+                console.print(Text(f"{printable(run.name)}: {printable(alerts[kind])}"), soft_wrap=True)
+            told[index] = set(alerts)
+        if all(_over(run) for run in runs):
+            return
+        sleep(INTERVAL)
+
+
+def _over(run: WatchedRun) -> bool:
+    return run.finished if isinstance(run, ReplayedRun) else run.status in OVER
+
+
+def _tolerant(show: ProgressLine) -> Callable[[dict], None]:
+    """A broken or foreign event is passed over; what stands in the others is made printable."""
+
+    def listener(event: dict) -> None:
+        if event["event"] in ("train", "meta", "resumed") or safe_lines(event):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                show(event)
+
+    return listener
+
+
+def _give_way() -> None:
+    """Lets the run go first wherever it and its watchers want the same core."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+
+
+class Keys:
+    """Single key presses, as a context manager; without a terminal to read from there are none."""
+
+    def __init__(self):
+        self._file = sys.stdin
+        self._before = None
+
+    def __enter__(self) -> Self:
+        try:
+            if self._file is None or not self._file.isatty():
+                return self
+            import termios
+            import tty
+        except (ImportError, ValueError):
+            return self
+        self._before = termios.tcgetattr(self._file)
+        tty.setcbreak(self._file.fileno())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            import termios
+
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+    def wait(self, seconds: float) -> str | None:
+        """The next key, or None after some time without one; the keys of an escape sequence are one."""
+        if self._before is None:
+            time.sleep(seconds)
+            return None
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return None
+        pressed = os.read(self._file.fileno(), 32).decode(errors="replace")
+        # An empty read means that the terminal is gone.
+        return "q" if not pressed else pressed[0] if pressed[0] != "\x1b" else "\x1b"
