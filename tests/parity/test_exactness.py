@@ -13,12 +13,15 @@ from longtune.tree import Forest
 from tests import support
 
 MODELS = ["clean_llama", *support.ARCHITECTURES]
+STORES = itertools.cycle(("device", "host", "disk"))
 PLANS = [
     Plan(chunk_tokens=chunk, layers_per_segment=layers, boundary_store=store)
-    for chunk, layers, store in itertools.product((1, 5, 8, None), (1, 2, None), ("device", "host"))
+    for chunk, layers, store in itertools.product((1, 5, None), (1, 2, None), ("device", "host"))
 ] + [
-    Plan(chunk_tokens=chunk, layers_per_segment=layers, keep=keep)
-    for chunk, layers, keep in itertools.product((5, None), (1, 3), ("attention", "everything"))
+    Plan(chunk_tokens=chunk, layers_per_segment=layers, keep=keep, keep_layers=last, boundary_store=next(STORES))
+    for chunk, layers, keep, last in itertools.product(
+        (4, None), (1, 2), ("kv", "attention", "everything"), (None, 1, 2)
+    )
 ]
 
 

@@ -57,6 +57,10 @@ class Kernel(Protocol):
         """dQ, dK, dV of this block, given the output and log-sum-exp over all blocks."""
         ...
 
+    def arrange(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+        """The tensor in the memory layout that the kernel wants, so that many blocks bring it there once."""
+        ...
+
 
 def _fold(x_BHSD: torch.Tensor, key_heads: int) -> torch.Tensor:
     """[B, H, S, D] -> [B, K, (H / K) S, D]: the query heads of a group become queries of their key head."""
@@ -85,6 +89,9 @@ class Reference:
 
     def __init__(self, score_bytes: int = 64 << 20):
         self.score_bytes = score_bytes
+
+    def arrange(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+        return x_BHSD
 
     def _rows(self, q_BHSD: torch.Tensor, k_BKTD: torch.Tensor) -> list[slice]:
         queries, keys = q_BHSD.shape[2], k_BKTD.shape[2]
@@ -162,6 +169,9 @@ class Reference:
 
 class _EqualWidth:
     """Adapts a kernel that wants values as wide as keys: values are padded with zeros, results cut back."""
+
+    def arrange(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+        return x_BHSD
 
     @staticmethod
     def widen(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -293,15 +303,14 @@ class Cudnn(_EqualWidth):
             return _REFERENCE
         return _CUDA_FLASH if q_BHSD.shape[2] % self.grain or k_BKTD.shape[2] % self.grain else None
 
-    @staticmethod
-    def _layout(x_BHSD: torch.Tensor) -> torch.Tensor:
+    def arrange(self, x_BHSD: torch.Tensor) -> torch.Tensor:
         return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
     def forward(self, q_BHSD, k_BKTD, v_BKTE, *, scale, causal=False, mask=None, softcap=None):
         if other := self._elsewhere(q_BHSD, k_BKTD, mask):
             return other.forward(q_BHSD, k_BKTD, v_BKTE, scale=scale, causal=causal, mask=mask)
         D, E = q_BHSD.shape[3], v_BKTE.shape[3]
-        q, k, v = (self._layout(self.widen(x, D)) for x in (q_BHSD, k_BKTD, v_BKTE))
+        q, k, v = (self.arrange(self.widen(x, D)) for x in (q_BHSD, k_BKTD, v_BKTE))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -314,7 +323,7 @@ class Cudnn(_EqualWidth):
             given = (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS)
             return other.backward(*given, scale=scale, causal=causal, mask=mask)
         D, E = q_BHSD.shape[3], v_BKTE.shape[3]
-        dout, q, k, v, out = (self._layout(self.widen(x, D)) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE))
+        dout, q, k, v, out = (self.arrange(self.widen(x, D)) for x in (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout,

@@ -68,14 +68,26 @@ def _join(ranges: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tupl
     return (*ranges, (start, end))
 
 
-def _parts(span: Span, origin: int, window: int | None, block_keys: int, device: torch.device) -> Iterator[_Part]:
+def _blocks(start: int, end: int, block: int, largest: int) -> Iterator[tuple[int, int]]:
+    """[start, end) in blocks of block x 1, 2, 4, ... up to `largest`, large ones first: few blocks of few sizes."""
+    while start < end:
+        size = largest
+        while size > block and size > end - start:
+            size //= 2
+        yield start, min(start + size, end)
+        start += size
+
+
+def _parts(
+    span: Span, origin: int, window: int | None, block: int, largest: int, device: torch.device
+) -> Iterator[_Part]:
     """The blocks that make up one span's attention."""
     length = span.end - span.start
     if window is None or window >= span.position + length:
         queries = slice(span.start - origin, span.end - origin)
         for start, end in span.past:
-            for low in range(start, end, block_keys):
-                yield _Part(queries, ((low, min(low + block_keys, end)),))
+            for columns in _blocks(start, end, block, largest):
+                yield _Part(queries, (columns,))
         yield _Part(queries, ((span.start, span.end),), causal=True)
         return
     for low in range(0, length, WINDOW_BLOCK):
@@ -102,7 +114,8 @@ class PathAttention:
     Args:
         kernel: the block backend.
         fallback: used where `kernel` lacks softcap.
-        block_keys: keys of a block at most; bounds the temporaries of a kernel's backward.
+        block_keys: keys of a block in the backward; bounds the temporaries of a kernel. A forward has none that grow
+            with the keys: its blocks are up to four times as long, so that fewer are merged.
     """
 
     def __init__(self, kernel: Kernel, fallback: Kernel, block_keys: int = 8192):
@@ -119,10 +132,12 @@ class PathAttention:
         """Output [1, H, C, E] in the queries' dtype and log-sum-exp [1, H, C] in fp32 (fp64), sinks included."""
         kernel = self._kernel(score)
         wide = torch.promote_types(q_BHCD.dtype, torch.float32)
+        q_BHCD = kernel.arrange(q_BHCD)
         out: torch.Tensor | None = None
         lse: torch.Tensor | None = None
+        block = self.block_keys
         for span in chunk.spans:
-            parts = list(_parts(span, chunk.start, score.window, self.block_keys, q_BHCD.device))
+            parts = list(_parts(span, chunk.start, score.window, block, 4 * block, q_BHCD.device))
             shared: tuple[torch.Tensor, torch.Tensor] | None = None
             for part in parts:
                 k, v = _read(store, part.columns)
@@ -162,9 +177,11 @@ class PathAttention:
     ) -> torch.Tensor:
         """dQ [1, H, C, D]; the store's accumulators receive dK and dV of everything that the chunk read."""
         kernel = self._kernel(score)
+        dout_BHCE, q_BHCD, out_BHCE = (kernel.arrange(x) for x in (dout_BHCE, q_BHCD, out_BHCE))
         dq: torch.Tensor | None = None
+        block = self.block_keys
         for span in chunk.spans:
-            parts = list(_parts(span, chunk.start, score.window, self.block_keys, q_BHCD.device))
+            parts = list(_parts(span, chunk.start, score.window, block, block, q_BHCD.device))
             for part in parts:
                 k, v = _read(store, part.columns)
                 rows = part.queries
@@ -198,7 +215,7 @@ class PathAttention:
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the union of two disjoint key sets, from the softmax over each."""
+    """Softmax over the union of two disjoint key sets, from the softmax over each; `out` is overwritten."""
     total = torch.logaddexp(lse, other_lse)
-    out = out * torch.exp(lse - total)[..., None] + other_out * torch.exp(other_lse - total)[..., None]
+    out.mul_(torch.exp(lse - total)[..., None]).addcmul_(other_out, torch.exp(other_lse - total)[..., None])
     return out, total
