@@ -22,6 +22,9 @@ REAL_DATA = ROOT.parent / "shared" / "data"
 
 if IN_WORKER:
     torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Before triton is imported: its kernels then run in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -6,11 +6,14 @@ against the model's own logits; where none fits, the head is run through the mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
 
+from longtune.head.matrix import DenseMatrix, Matrix, Packed, PackedMatrix
+from longtune.model.packed import PackedLinear, TiedHead
 from longtune.model.stack import Stack
 
 
@@ -19,29 +22,44 @@ class HeadForm:
     """logits = cap(scale * (h W^T + b)), cap(z) = softcap * tanh(z / softcap) where softcap is given.
 
     Attributes:
-        weight: [V, H]. bias: [V] or None.
+        weight: [V, H], or the packed words where `packed` is given. bias: [V] or None.
+        packed: the module that dequantises rows of the matrix, where it is packed.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    packed: Packed | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        return DenseMatrix(self.weight.detach()) if self.packed is None else PackedMatrix(self.packed)
 
 
-def read_form(stack: Stack) -> HeadForm | None:
-    """The closed form of the model's head, or None where there is none (or where the head itself is trained)."""
+def read_form(stack: Stack, *, trained: bool = False, packed: bool = False) -> HeadForm | None:
+    """The closed form of the model's head, or None where there is none.
+
+    Args:
+        trained: take a head whose matrix or bias is trained too, instead of answering None for it.
+        packed: take a head whose matrix is packed too.
+    """
     head = stack.head_module
-    if type(head) is not nn.Linear or not head.weight.is_floating_point():
+    source = cast(Packed, head) if packed and isinstance(head, PackedLinear | TiedHead) else None
+    if source is None and (type(head) is not nn.Linear or not head.weight.is_floating_point()):
         return None
-    if any(p.requires_grad for p in stack.head_parameters):
+    learning = [p for p in stack.head_parameters if p.requires_grad]
+    if learning and not (trained and all(p is head.weight or p is head.bias for p in learning)):
         return None
     cap = getattr(stack.model.config.get_text_config(), "final_logit_softcapping", None)
-    if head.weight.is_meta:
-        return HeadForm(head.weight, head.bias, 1.0, cap)  # No values to try: the config is believed.
-    hidden = _probes(head, cap)
+    weight, bias = cast(torch.Tensor, head.weight), cast(torch.Tensor | None, head.bias)
+    form = HeadForm(weight, bias, packed=source)
+    if weight.is_meta:
+        return replace(form, softcap=cap)  # No values to try: the config is believed.
+    hidden = _probes(form, stack.dtype if source else weight.dtype, cap)
     with torch.no_grad():
         asked = stack.logits(hidden).double()
-        plain = nn.functional.linear(hidden, head.weight, head.bias).double()
+        plain = _scores(form, hidden).double()
     fits = []
     for softcap in {None, cap}:
         # The scale is read off the small rows, where a softcap bends little; the fit is judged on all.
@@ -51,24 +69,32 @@ def read_form(stack: Stack) -> HeadForm | None:
         scale = float((wanted * low).sum() / (low * low).sum())
         ours = scale * plain if softcap is None else softcap * torch.tanh(scale * plain / softcap)
         fits.append((float(torch.linalg.norm(ours - asked) / torch.linalg.norm(asked)), scale, softcap))
-    tolerance = 1e-5 if head.weight.dtype in (torch.float32, torch.float64) else 2e-2
+    tolerance = 1e-5 if hidden.dtype in (torch.float32, torch.float64) else 2e-2
     error, scale, softcap = min(fits, key=lambda fit: fit[0])
     if not error <= tolerance:
         return None
-    return HeadForm(head.weight, head.bias, _named_scale(stack, scale, tolerance), softcap)
+    return replace(form, scale=_named_scale(stack, scale, tolerance), softcap=softcap)
 
 
 _ROWS = 4
 
 
-def _probes(head: nn.Linear, cap: float | None) -> torch.Tensor:
+def _scores(form: HeadForm, hidden: torch.Tensor) -> torch.Tensor:
+    if form.packed is None:
+        return nn.functional.linear(hidden, form.weight, form.bias)
+    scores = hidden.new_empty(hidden.shape[0], form.matrix.shape[0])
+    form.matrix.scores_into(scores, hidden)
+    return scores if form.bias is None else scores + form.bias.to(scores.dtype)
+
+
+def _probes(form: HeadForm, dtype: torch.dtype, cap: float | None) -> torch.Tensor:
     """Hidden states whose logits are small, and as many whose logits reach well past the softcap."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(_ROWS, head.weight.shape[1], generator=generator).to(head.weight.device)
+    hidden = torch.randn(_ROWS, form.matrix.shape[1], generator=generator).to(form.weight.device)
     with torch.no_grad():
-        size = float(nn.functional.linear(hidden, head.weight.float()).std())
+        size = float(_scores(replace(form, bias=None), hidden.to(dtype)).float().std())
     reach = cap or size
-    return torch.cat([hidden * (0.2 * reach / size), hidden * (2 * reach / size)]).to(head.weight.dtype)
+    return torch.cat([hidden * (0.2 * reach / size), hidden * (2 * reach / size)]).to(dtype)
 
 
 def _named_scale(stack: Stack, measured: float, tolerance: float) -> float:

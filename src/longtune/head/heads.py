@@ -2,7 +2,8 @@
 
 Three ways with one contract: `Reference` (full logits, for tests), `Chunked` (frozen matrix, analytic backward, a
 bounded number of targets at once) and `ModelHead` (any head at all, trained or quantised, through the model's own
-forward and autograd, a bounded number of targets at once).
+forward and autograd, a bounded number of targets at once). On CUDA `fused.FusedChunked` takes the place of `Chunked`;
+`make_head` chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 
 from longtune.head.form import HeadForm, read_form
+from longtune.head.select import choose
 from longtune.model.stack import Stack
 
 
@@ -156,6 +158,12 @@ class ModelHead:
 
 
 def make_head(stack: Stack, chunk: int | None) -> Head:
-    """The bounded head for a model: `Chunked` where its form is known and frozen, else `ModelHead`."""
+    """The bounded head for a model: a closed form where it has one (on CUDA with triton by `FusedChunked`, a trained
+    or packed matrix included; elsewhere by `Chunked`, frozen and dense), else `ModelHead`."""
+    if choose(stack.device, stack.dtype).name == "fused":
+        from longtune.head.fused import FusedChunked
+
+        form = read_form(stack, trained=True, packed=True)
+        return ModelHead(stack, chunk) if form is None else FusedChunked(form, chunk)
     form = read_form(stack)
     return ModelHead(stack, chunk) if form is None else Chunked(form, chunk)

@@ -1,0 +1,156 @@
+"""The GPU head against the formula in fp64, its kernel in triton's interpreter where there is no CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from longtune.head import fused
+from longtune.head.form import HeadForm, read_form
+from longtune.head.fused import FusedChunked
+from longtune.head.heads import Reference
+from longtune.model.stack import Stack
+from tests import support
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = {
+    "plain": {},
+    "all": {"bias": True, "scale": 0.4, "softcap": 2.0},
+}
+# One row shorter than a kernel's block, one of several blocks with an odd rest.
+SIZES = [(7, 50, 16), (5, 4099, 24), (1, 3, 8)]
+
+
+def draw(dtype, size, bias=False, scale=1.0, softcap=None):
+    M, V, H = size
+    generator = torch.Generator().manual_seed(1)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    form = HeadForm(make(V, H), make(V) if bias else None, scale, softcap)
+    token = torch.randint(V, (M,), generator=generator).to(DEVICE)
+    cotangent = torch.randn(M, generator=generator).to(DEVICE)
+    return form, make(M, H), token, cotangent
+
+
+def double(form: HeadForm) -> HeadForm:
+    bias = None if form.bias is None else form.bias.double()
+    return HeadForm(form.weight.double(), bias, form.scale, form.softcap)
+
+
+def error(ours, truth):
+    return float(torch.linalg.norm(ours.double() - truth) / torch.linalg.norm(truth).clamp(min=1e-6))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("settings", [FORMS["plain"], FORMS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "dtype, wide",
+    [(torch.float32, False), (torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=str,
+)
+def test_no_further_from_fp64_than_autograd(settings, size, dtype, wide):
+    form, hidden, token, cotangent = draw(dtype, size, **settings)
+    truth_lp, truth_d, _ = Reference(double(form)).backward(hidden.double(), token, cotangent.double())
+    plain_lp, plain_d, _ = Reference(form).backward(hidden, token, cotangent)
+    log_probs, dhidden, grads = FusedChunked(form, 4, wide=wide).backward(hidden, token, cotangent)
+    assert grads == [] and log_probs.dtype == torch.float32 and dhidden.dtype == dtype
+    small = 3e-6 if dtype == torch.float32 else 0.3 * torch.finfo(dtype).eps
+    assert error(log_probs, truth_lp) <= 1.2 * error(plain_lp, truth_lp) + small
+    assert error(dhidden, truth_d) <= 1.2 * error(plain_d, truth_d) + small
+    if wide:
+        assert error(log_probs, truth_lp) <= 1e-6
+    assert torch.equal(FusedChunked(form, 4, wide=wide).log_probs(hidden, token), log_probs)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_a_target_without_weight_has_no_gradient():
+    form, hidden, token, cotangent = draw(torch.float32, (7, 50, 16))
+    cotangent[2:4] = 0
+    log_probs, dhidden, _ = FusedChunked(form, None).backward(hidden, token, cotangent)
+    assert float(dhidden[2:4].abs().max()) == 0
+    assert bool(log_probs.isfinite().all())
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_logits_far_apart_stay_finite(dtype):
+    form, hidden, token, cotangent = draw(dtype, (7, 50, 16))
+    form = HeadForm(form.weight * 60, None, softcap=None)
+    full = double(form)
+    truth_lp, truth_d, _ = Reference(full).backward(hidden.double(), token, cotangent.double())
+    log_probs, dhidden, _ = FusedChunked(form, None, wide=True).backward(hidden, token, cotangent)
+    assert error(log_probs, truth_lp) < 1e-5 and error(dhidden, truth_d) < (1e-5 if dtype == torch.float32 else 2e-3)
+    capped = HeadForm(form.weight, None, softcap=0.5)
+    log_probs, dhidden, _ = FusedChunked(capped, None).backward(hidden, token, cotangent)
+    assert bool(log_probs.isfinite().all()) and bool(dhidden.isfinite().all())
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("settings", [FORMS["plain"], FORMS["all"]], ids=["plain", "all"])
+def test_a_trained_matrix_and_bias_get_their_gradients(settings):
+    form, hidden, token, cotangent = draw(torch.float32, (7, 50, 16), **settings)
+    full = double(form)
+    leaves = [p.requires_grad_() for p in (full.weight, full.bias) if p is not None]
+    log_probs = Reference(full)._log_probs(hidden.double(), token)
+    truth = torch.autograd.grad(log_probs, leaves, cotangent.double())
+    for p in (form.weight, form.bias):
+        if p is not None:
+            p.requires_grad_()
+    head = FusedChunked(form, 3)
+    assert len(head.parameters) == len(leaves)
+    _, _, grads = head.backward(hidden, token, cotangent)
+    for ours, expected in zip(grads, truth, strict=True):
+        assert ours.dtype == torch.float32 and error(ours, expected) < 2e-6
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_no_token_at_all():
+    form, hidden, token, cotangent = draw(torch.float32, (7, 50, 16))
+    log_probs, dhidden, _ = FusedChunked(form, 3).backward(hidden[:0], token[:0], cotangent[:0])
+    assert log_probs.shape == (0,) and dhidden.shape == (0, 16)
+
+
+def test_the_buffer_of_logits_is_bounded(monkeypatch):
+    monkeypatch.setattr(fused, "LOGITS_BYTES", 4 * 50 * 3)
+    form, hidden, token, cotangent = draw(torch.float32, (7, 50, 16))
+    head = FusedChunked(form, None)
+    assert head._rows(torch.float32) == 3
+    truth = Reference(double(form)).backward(hidden.double(), token, cotangent.double())
+    found = head.backward(hidden, token, cotangent)
+    assert error(found[1], truth[1]) < 2e-6
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("bits, group", [(4, 32), (8, 64), (4, 128), (3, 32)])
+def test_a_packed_matrix_gives_what_its_dense_copy_gives(bits, group, monkeypatch):
+    from longtune.head import matrix
+    from longtune.model.packed import Format, PackedLinear
+
+    monkeypatch.setattr(matrix, "SLICE_BYTES", 0)  # The shortest slices: 128 rows.
+    generator = torch.Generator().manual_seed(3)
+    V, H = 300, 128
+    format = Format("affine", bits, group)
+    words = torch.randint(-(2**31), 2**31, (V, format.words(H)), generator=generator).to(torch.int32)
+    scales, biases = (torch.randn(V, H // group, generator=generator) * 0.05 for _ in range(2))
+    packed = PackedLinear(format, H, words, scales, biases, compute_dtype=torch.float32).to(DEVICE)
+    dense = HeadForm(packed.dequantise(torch.float32))
+    hidden = torch.randn(5, H, generator=generator).to(DEVICE)
+    token = torch.randint(V, (5,), generator=generator).to(DEVICE)
+    cotangent = torch.randn(5, generator=generator).to(DEVICE)
+    truth = FusedChunked(dense, None).backward(hidden, token, cotangent)
+    found = FusedChunked(HeadForm(packed.weight, packed=packed), None).backward(hidden, token, cotangent)
+    assert torch.allclose(found[0], truth[0], atol=1e-5) and torch.allclose(found[1], truth[1], atol=1e-5)
+
+
+def test_a_trained_head_has_a_form_only_where_asked():
+    model = support.clean_llama().requires_grad_(False)
+    model.lm_head.weight.requires_grad_()
+    stack = Stack(model)
+    assert read_form(stack) is None
+    form = read_form(stack, trained=True)
+    assert form is not None and form.weight is model.lm_head.weight
