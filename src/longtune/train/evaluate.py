@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ class Validation:
         }
 
 
+class Stopped(Exception):
+    """The run is to leave: what was being measured is left for the run that resumes it."""
+
+
 def choose_rows(trees: Sequence[Tree], most: int | None) -> list[Tree]:
     """At most `most` rows (None: all), spread over the data and the same in every run, in the data's order."""
     return [trees[index] for index in chosen_rows(len(trees), most)]
@@ -55,13 +59,23 @@ def chosen_rows(count: int, most: int | None) -> list[int]:
 
 
 def validate(
-    engine: Engine, objective: Objective, trees: Sequence[Tree], *, batch_size: int = 1, skipped: int = 0
+    engine: Engine,
+    objective: Objective,
+    trees: Sequence[Tree],
+    *,
+    batch_size: int = 1,
+    skipped: int = 0,
+    stopped: Callable[[], object] = lambda: None,
 ) -> Validation:
     """The objective's metrics over `trees`.
 
     Args:
         batch_size: rows laid end to end in one forward; changes memory and time, not the result.
         skipped: rows left out by `choose_rows`, for the report.
+        stopped: asked before every forward.
+
+    Raises:
+        Stopped: `stopped` said yes.
     """
     start = time.perf_counter()
     forests = [
@@ -69,7 +83,12 @@ def validate(
         for first in range(0, len(trees), batch_size)
     ]
     totals = add_up([objective.totals(forest) for forest in forests])
-    sums = add_up([engine.evaluate(forest, objective, totals) for forest in forests])
+    parts: list[Totals] = []
+    for forest in forests:
+        if stopped():
+            raise Stopped
+        parts.append(engine.evaluate(forest, objective, totals))
+    sums = add_up(parts)
     return Validation(
         metrics=objective.metrics(sums, totals),
         rows=len(trees),

@@ -13,11 +13,15 @@ from typing import Any
 from longtune.config import RunConfig, load_config
 from longtune.errors import Problem, UserError
 from longtune.train.events import last_kind
+from longtune.train.files import read_json
 
 _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints", "adapter")
 
 FREE_ON_RESUME = (
     "output",
+    "samples",
+    "track",
+    "train.on_save_error",
     "train.stop_after",
     "train.save_every",
     "train.eval_every",
@@ -73,25 +77,58 @@ class RunFolder:
             fix = "go on with it: --resume; or choose another output"
             raise UserError(Problem(str(self.path), "this folder already holds a run", fix))
 
-    def check_resumable(self, config: RunConfig) -> None:
-        """Raises UserError where there is nothing to resume, or another run than `config` describes."""
+    def check_resumable(self, config: RunConfig) -> list[str]:
+        """What differs in the config, in words, of what may; both configs with their paths made absolute.
+
+        Raises:
+            UserError: there is nothing to resume, or another run than `config` describes.
+        """
         if not self.path.is_dir():
             raise UserError(Problem(str(self.path), "there is no run to resume", "start it without --resume"))
         if last_kind(self.events) == "done":
             fix = "to train further, start a new run with init_adapter"
             raise UserError(Problem(str(self.path), "this run is done", fix))
         if not self.config.exists():
-            return
+            return []
         before, now = _flat(load_config(self.config).anchored().to_dict()), _flat(config.anchored().to_dict())
+        differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
         problems = [
             Problem(f"{self.config}: {key}", f"the run was started with {before.get(key)!r}, not {now.get(key)!r}")
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith(FREE_ON_RESUME)
+            for key in differing
+            if not _is_free(key)
         ]
         if problems:
             *others, last = problems
             fix = "resume with the run's own config, or start a new run with init_adapter"
             raise UserError([*others, Problem(last.place, last.reason, fix)])
+        return [f"{key}: {before.get(key)!r} at the start, {now.get(key)!r} now" for key in differing]
+
+    def compare(self, facts: dict[str, Any]) -> list[str]:
+        """What differs between the run's environment.json and `facts`, in words, of what may.
+
+        Versions and devices may, and then the last bits of the numbers do.
+
+        Raises:
+            UserError: the data or the base model is not what the run was started with.
+        """
+        if not self.environment.exists():
+            return []
+        before = _flat(read_json(self.environment))
+        now = _flat(facts)
+        fixed = {"data.train": "train data", "data.valid": "valid data", "model": "base model"}
+        problems = [
+            Problem(name, "is not what this run was started with", "put the old one back, or start a new run")
+            for key, name in fixed.items()
+            if key in before and before[key] != now[key]
+        ]
+        if problems:
+            raise UserError(problems)
+        told = [key for key in now if key in ("python", "device", "device_name", "threads") or "packages." in key]
+        return [
+            f"{key}: {before[key]} at the start, {now[key]} now"
+            for key in told
+            if before.get(key, now[key]) != now[key]
+        ]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -111,6 +148,10 @@ class RunFolder:
                 fix = "choose an output on a file system that has locks"
                 raise UserError(Problem(str(self.path), reason, fix)) from None
             yield
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from longtune.data import Batcher
 from longtune.engine import Engine
 from longtune.objective.base import Objective
 from longtune.train import measure, optimiser, schedule
-from longtune.train.evaluate import Validation, add_up
+from longtune.train.evaluate import Stopped, Validation, add_up
 from longtune.train.events import EventLog
 from longtune.train.stop import Stopper
 from longtune.tree import Forest, Tree
@@ -48,10 +48,12 @@ class Progress:
     tokens: int = 0
     trained_tokens: int = 0
     seconds: float = 0.0
+    wall_seconds: float = 0.0
     loss: float | None = None
     best_step: int | None = None
     best_loss: float | None = None
     validated: int = 0
+    sampled: int = -1
     skipped_steps: list[int] = field(default_factory=list)
     trajectory: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,8 +71,10 @@ class Loop:
         micro_batches: micro-batches in all; the last step takes what is left.
         validate: measures on the held-out rows; None without them.
         save: writes a checkpoint of the loop's progress and returns its folder.
+        sample: answers a few prompts and returns the fields of a `samples` event; None where nobody asked for it.
         refer: gives a micro-batch its reference log-probs, where they aren't computed beforehand.
-        last_checkpoint, saved_step: the newest checkpoint, None and 0 before the first.
+        last_checkpoint: the newest checkpoint; None before the first.
+        saved_step: its step, 0 before the first.
     """
 
     train: TrainConfig
@@ -85,36 +89,69 @@ class Loop:
     stopper: Stopper
     validate: Callable[[], Validation] | None
     save: Callable[[Progress], Path]
+    sample: Callable[[], dict[str, Any]] | None = None
     refer: Callable[[list[Tree]], list[Tree]] = lambda trees: trees
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: Path | None = None
     saved_step: int = 0
+    _unsaved_step: int | None = None
+    _clock: float = field(default_factory=time.monotonic)
 
     def run(self) -> str | None:
         """Takes the steps that are left. Returns None when all are done, else why it stopped (and saved) early.
 
         Raises:
-            RunFailed: a loss or norm that is not finite, with `on_nonfinite: stop`.
+            RunFailed: a loss or norm that is not finite, with `on_nonfinite: stop`; or a checkpoint that can't be
+                written, with `on_save_error: stop` or on the way out.
         """
         train, progress = self.train, self.progress
         warmup = schedule.warmup_length(self.steps, train.warmup_ratio, train.warmup_steps)
         batches = iter(self.batches)
-        while progress.step < self.steps:
-            if reason := self.stopper.reason:
-                if progress.step != self.saved_step:
+        self._clock = time.monotonic()
+        while True:
+            # Also first of all: before the first step, or what a stopped run left out.
+            self._measure()
+            if train.save_every and progress.step % train.save_every == 0:
+                if progress.step not in (self.saved_step, self._unsaved_step):
                     self._checkpoint()
+            if (reason := self.stopper.reason) and (progress.step < self.steps or self._due()):
+                if progress.step != self.saved_step:
+                    self._checkpoint(leaving=True)
                 return reason
+            if progress.step == self.steps:
+                self.count_time()
+                return None
             start = time.perf_counter()
             step = progress.step + 1
             rate = schedule.factor(train.schedule, step, self.steps, warmup)
             optimiser.set_rates(self.optimiser, rate)
             self._step(step, self._draw(batches), start)
             progress.seconds += time.perf_counter() - start
-            if train.eval_every and (step % train.eval_every == 0 or step == self.steps):
-                self._validate()
-            if train.save_every and step % train.save_every == 0:
-                self._checkpoint()
-        return None
+
+    def count_time(self) -> None:
+        """Adds the time since the last call to the progress's wall time."""
+        now = time.monotonic()
+        self.progress.wall_seconds += now - self._clock
+        self._clock = now
+
+    def _due(self) -> list[Callable[[], None]]:
+        """What is to be measured after the step that was taken last, and wasn't yet."""
+        progress, every = self.progress, self.train.eval_every
+        now = progress.step > 0 and every > 0 and (progress.step % every == 0 or progress.step == self.steps)
+        due: list[Callable[[], None]] = []
+        if self.validate is not None and now and progress.validated != progress.step:
+            due.append(self._validate)
+        if self.sample is not None and progress.sampled != progress.step:
+            if now or progress.step in (0, self.steps):
+                due.append(self._sample)
+        return due
+
+    def _measure(self) -> None:
+        for work in self._due():
+            try:
+                work()
+            except Stopped:
+                return
 
     def _draw(self, batches: Iterator[list[Tree]]) -> list[Forest]:
         count = min(self.train.accumulate, self.micro_batches - self.progress.micro_batches)
@@ -173,8 +210,7 @@ class Loop:
         raise RunFailed(f"step {step}: {what} (rows {shown}); {saved}; {advice}", rows)
 
     def _validate(self) -> None:
-        if self.validate is None:
-            return
+        assert self.validate is not None
         progress = self.progress
         found = self.validate().as_dict()
         progress.validated = progress.step
@@ -183,10 +219,32 @@ class Loop:
             progress.best_step, progress.best_loss = progress.step, found["loss"]
         self.events.emit("validation", step=progress.step, **found)
 
-    def _checkpoint(self) -> None:
+    def _sample(self) -> None:
+        assert self.sample is not None
+        found = self.sample()
+        self.progress.sampled = self.progress.step
+        self.events.emit("samples", step=self.progress.step, **found)
+
+    def _checkpoint(self, leaving: bool = False) -> None:
         start = time.perf_counter()
-        self.last_checkpoint = self.save(self.progress)
-        self.saved_step = self.progress.step
+        self.count_time()
+        try:
+            # First the log: a checkpoint whose own steps are missing from it would leave a gap after a power cut.
+            self.events.sync()
+            saved = self.save(self.progress)
+        except OSError as error:
+            self._not_saved(error, leaving)
+            return
+        self.last_checkpoint, self.saved_step = saved, self.progress.step
         seconds = round(time.perf_counter() - start, 3)
         self.events.emit("checkpoint", step=self.progress.step, path=str(self.last_checkpoint), seconds=seconds)
         self.events.sync()
+
+    def _not_saved(self, error: OSError, leaving: bool) -> None:
+        step, why = self.progress.step, error.strerror or str(error)
+        what = f"the checkpoint of step {step} can't be written ({why})"
+        if leaving or self.train.on_save_error == "stop":
+            saved = f"the last one is {self.last_checkpoint}" if self.last_checkpoint else "there is none yet"
+            raise RunFailed(f"step {step}: {what}; {saved}; make room and go on with --resume") from error
+        self._unsaved_step = step
+        self.events.emit("warning", step=step, reason=f"{what}; the run goes on without it", problem="checkpoint")

@@ -121,6 +121,7 @@ class Referenced:
     Attributes:
         trees: the rows.
         times: as `Dataset.times`.
+        key: digest of what the references are of (model, adapter, data); None before the first `fill`.
     """
 
     def __init__(self, data: Dataset):
@@ -128,6 +129,7 @@ class Referenced:
         self._values: list[Sums | None] = [None] * len(data)
         self.trees = ReferencedTrees(data.trees, self._values)
         self.times = data.times
+        self.key: str | None = None
 
     def fill(
         self,
@@ -149,7 +151,7 @@ class Referenced:
         """
         start = told = saved = time.monotonic()
         key = reference.key(self._data)
-        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+        name = self.key = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
         path = (folder or cache_folder() / "references") / f"{name}.safetensors"
         if path.exists():
             try:

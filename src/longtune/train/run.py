@@ -17,8 +17,9 @@ from longtune.data import Batcher
 from longtune.data.batching import run_length
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
+from longtune.model.reference import fingerprint
 from longtune.train import checkpoint as checkpoints
-from longtune.train import environment, files, measure, optimiser
+from longtune.train import environment, files, measure, optimiser, trackers
 from longtune.train.evaluate import choose_rows, chosen_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
@@ -59,36 +60,55 @@ def train(
 
     Args:
         config: the run.
-        on_event: called with every event of the run, as it is written to metrics.jsonl.
+        on_event: called with every event of the run, as it is written to metrics.jsonl. An exception in it becomes
+            one `warning` event, with the traceback on stderr, and the run goes on; to end it from there, set `cancel`.
         resume: go on from the newest whole checkpoint in the run's folder, bit for bit.
-        cancel: when set (from any thread), the run saves a checkpoint after the step in work and returns.
+        cancel: when set (from any thread, or in `on_event`), the run saves a checkpoint after the step in work and
+            returns.
 
     Raises:
         UserError: the config, data, model or folder must be changed; nothing was written.
         DoesNotFit: the device ran out of memory.
-        RunFailed: the run can't go on (a loss that is not finite).
+        RunFailed: the run can't go on (a loss that is not finite, a full disk).
     """
     config = check_config(config)
+    trackers.check_installed(config.track)
     folder = RunFolder(Path(config.output))
-    found: checkpoints.Checkpoint | None = None
-    damaged: list[str] = []
-    if resume:
-        folder.check_resumable(config)
-        found, damaged = checkpoints.newest(folder.path)
-    else:
-        folder.check_new()
-    prepared = prepare(config, found.folder if found else None)
-    with contextlib.closing(prepared.engine):
-        data = {"train": prepared.train.fingerprint, "valid": prepared.valid.fingerprint if prepared.valid else None}
-        if resume and folder.environment.exists():
-            _check_data(folder, data)
-        with folder.lock(), Stopper(cancel, config.train.stop_after) as stopper:
-            if not resume:
-                folder.check_new()
-            with contextlib.closing(EventLog(folder.events, [on_event] if on_event else [])) as events:
-                if events.is_new:
-                    _write_start(folder, config, prepared, data)
-                return _ActiveRun(config, folder, prepared, events, stopper, found).run(damaged)
+    with contextlib.ExitStack() as stack:
+        found: checkpoints.Checkpoint | None = None
+        damaged: list[str] = []
+        changed: list[str] = []
+        if resume:
+            changed = folder.check_resumable(config)
+            # Before looking for checkpoints: the one found must still be the newest when the first step begins.
+            stack.enter_context(folder.lock())
+            found, damaged = checkpoints.newest(folder.path)
+            if damaged and found is None:
+                raise _all_damaged(folder, damaged)
+        else:
+            folder.check_new()
+        prepared = prepare(config, found.folder if found else None)
+        stack.enter_context(contextlib.closing(prepared.engine))
+        _check_keep(config, prepared)
+        facts = _facts(config, prepared)
+        if resume:
+            changed += folder.compare(facts)
+        if not resume:
+            stack.enter_context(folder.lock())
+            folder.check_new()
+        stopper = stack.enter_context(Stopper(cancel, config.train.stop_after))
+        log = EventLog(folder.events, [on_event] if on_event else [], config.train.on_save_error)
+        events = stack.enter_context(contextlib.closing(log))
+        if resume:
+            checkpoints.set_damaged_aside(folder.path, found.step if found else 0)
+        files.remove_leftovers(folder.path, [".*.tmp", ".adapter-*"])
+        tracking = trackers.Tracking(folder.path, config, events, resumed=resume and not events.is_new)
+        stack.enter_context(contextlib.closing(tracking))
+        if events.is_new:
+            _write_start(folder, config, prepared, facts)
+        return _ActiveRun(config, folder, prepared, events, stopper, found).run(
+            [*(f"damaged checkpoint passed over: {line}" for line in damaged), *tracking.problems], changed
+        )
 
 
 class _ActiveRun:
@@ -116,6 +136,7 @@ class _ActiveRun:
         self.optimiser = optimiser.build(groups, settings)
         self.reference: Reference | None = None
         self.referenced: dict[str, Referenced] = {}
+        self.reference_keys: dict[str, str | None] | None = None
         if prepared.objective.uses_reference:
             self.reference = Reference(self.engine, prepared.model, frozen_adapter(config))
             if config.dpo.reference == "cached":
@@ -151,31 +172,48 @@ class _ActiveRun:
             self.batches.load_state(found.state["batches"])
             self.loop.progress = Progress(**found.state["progress"])
             self.loop.last_checkpoint, self.loop.saved_step = found.folder, found.step
+            self.reference_keys = found.state.get("references")
 
-    def run(self, damaged: list[str]) -> Run:
+    def run(self, warnings: list[str], changed: list[str]) -> Run:
         loop, progress = self.loop, self.loop.progress
         measure.reset_peak(self.prepared.device)
         try:
-            self._announce(damaged)
+            self._announce(warnings, changed)
             self._refer()
             reason = loop.run()
             metrics = self._metrics("stopped" if reason else "done")
             if reason:
                 files.write_json(self.folder.metrics, metrics)
-                self.events.emit("stopped", step=progress.step, reason=reason, checkpoint=str(loop.last_checkpoint))
+                last = str(loop.last_checkpoint) if loop.last_checkpoint else None
+                self.events.emit("stopped", step=progress.step, reason=reason, checkpoint=last)
+                self.events.sync()
                 return Run(self.folder.path, None, reason, progress.step, loop.steps, metrics)
-            save_adapter(self.prepared.model, self.folder.adapter)
+            with files.disk_errors():
+                save_adapter(self.prepared.model, self.folder.adapter)
+            files.sync_folder(self.folder.path)
             self._write_measured(metrics)
             files.write_json(self.folder.metrics, metrics)
             self.events.emit("done", step=progress.step, adapter=str(self.folder.adapter), **_summary(metrics))
+            self.events.sync()
             return Run(self.folder.path, self.folder.adapter, None, progress.step, loop.steps, metrics)
         except torch.OutOfMemoryError as error:
             self._failed(error)
             fix = "start anew with a smaller memory.chunk_tokens or boundary_store: host (init_adapter: a checkpoint)"
             raise DoesNotFit(Problem(f"step {progress.step + 1}", "the device ran out of memory", fix)) from error
+        except OSError as error:
+            self._failed(failure := self._disk_failure(error))
+            raise failure from error
         except Exception as error:
             self._failed(error)
             raise
+
+    def _disk_failure(self, error: OSError) -> RunFailed:
+        step, last = self.loop.progress.step, self.loop.last_checkpoint
+        where = f" ({error.filename})" if error.filename else ""
+        saved = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
+        return RunFailed(
+            f"step {step}: {error.strerror or error}{where}; {saved}; go on with --resume when it is mended"
+        )
 
     def _refer(self) -> None:
         """Fills in the reference log-probs of every row that the run's steps and validations see."""
@@ -200,6 +238,13 @@ class _ActiveRun:
             data.fill(self.reference, rows, tell, stopped=lambda: loop.stopper.reason)
         if "validation" in self.referenced:
             self.valid = choose_rows(self.referenced["validation"].trees, self.config.train.eval_rows)
+        keys = {split: data.key for split, data in self.referenced.items()}
+        if self.reference_keys not in (None, keys):
+            raise RunFailed(
+                f"step {step}: the reference model or its data is not what this run's checkpoint was trained against; "
+                "put the old one back, or start a new run with init_adapter"
+            )
+        self.reference_keys = keys
 
     def _validate(self) -> Any:
         assert self.prepared.valid is not None
@@ -212,13 +257,23 @@ class _ActiveRun:
             self.valid,
             batch_size=self.config.train.batch_size,
             skipped=len(self.prepared.valid) - len(self.valid),
+            stopped=lambda: self.loop.stopper.reason,
         )
 
     def _save(self, progress: Progress) -> Path:
-        state = {"progress": progress.as_dict(), "batches": self.batches.state()}
+        state = {
+            "progress": progress.as_dict(),
+            "batches": self.batches.state(),
+            "references": self.reference_keys,
+            "config": self.config.digest,
+        }
         saved = checkpoints.save(self.folder.path, progress.step, self.prepared.model, self.optimiser, state)
-        losses = {entry["step"]: entry["loss"] for entry in progress.trajectory}
-        checkpoints.prune(self.folder.path, self.config.train.keep, losses)
+        keep = self.config.train.keep
+        try:
+            checkpoints.prune(self.folder.path, keep, _scores(keep, progress.trajectory))
+        except OSError as error:
+            reason = f"old checkpoints can't be removed ({error.strerror or error})"
+            self.events.emit("warning", step=progress.step, reason=reason, problem="prune")
         return saved
 
     def _failed(self, error: BaseException) -> None:
@@ -230,14 +285,14 @@ class _ActiveRun:
             self.events.emit("failed", step=self.loop.progress.step, reason=reason, rows=rows, checkpoint=last)
             files.write_json(self.folder.metrics, self._metrics("failed"))
 
-    def _announce(self, damaged: list[str]) -> None:
+    def _announce(self, warnings: list[str], changed: list[str]) -> None:
         step = self.loop.progress.step
         if self.events.is_new:
             self._describe()
         else:
             last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
-            self.events.emit("resumed", step=step, steps=self.loop.steps, checkpoint=last)
-        for reason in [*(f"damaged checkpoint passed over: {line}" for line in damaged), *self.prepared.warnings]:
+            self.events.emit("resumed", step=step, steps=self.loop.steps, checkpoint=last, changed=changed)
+        for reason in [*warnings, *self.prepared.warnings]:
             self.events.emit("warning", step=step, reason=reason)
 
     def _describe(self) -> None:
@@ -263,6 +318,7 @@ class _ActiveRun:
             config_digest=config.digest,
             plan=prepared.engine.plan.as_dict(),
             plan_reason=prepared.plan_reason,
+            ranks=prepared.ranks.describe() if prepared.ranks else None,
         )
 
     def _metrics(self, status: str) -> dict[str, Any]:
@@ -280,6 +336,7 @@ class _ActiveRun:
             "tokens": progress.tokens,
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
+            "wall_seconds": progress.wall_seconds,
             "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
             "peak_bytes": measure.peak_bytes(self.prepared.device),
         }
@@ -313,28 +370,51 @@ def _rows_seen(batches: Batcher, count: int, most: int) -> list[int]:
     return sorted(rows)
 
 
-def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, data: dict[str, str | None]) -> None:
+def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts: dict[str, Any]) -> None:
     files.write_text(folder.config, config.anchored().to_yaml())
-    described = environment.describe(prepared.device)
-    described |= {"seed": config.train.seed, "data": data, "trust_remote_code": config.trust_remote_code}
-    files.write_json(folder.environment, described)
+    files.write_json(folder.environment, facts)
     plan = {
         "memory": config.to_dict()["memory"],
         "reason": prepared.plan_reason,
         "plan": prepared.engine.plan.as_dict(),
+        "ranks": prepared.ranks.describe() if prepared.ranks else None,
     }
     files.write_json(folder.plan, plan | {"predicted": None, "measured": None})
 
 
-def _check_data(folder: RunFolder, data: dict[str, str | None]) -> None:
-    before = files.read_json(folder.environment)["data"]
-    problems = [
-        Problem(f"{name} data", "is not what this run was started with", "put the old data back, or start a new run")
-        for name in data
-        if before.get(name) != data[name]
-    ]
-    if problems:
-        raise UserError(problems)
+def _facts(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """What environment.json holds, and a resumed run is compared with."""
+    data = {"train": prepared.train.fingerprint, "valid": prepared.valid.fingerprint if prepared.valid else None}
+    return {
+        **environment.describe(prepared.device),
+        "seed": config.train.seed,
+        "data": data,
+        "model": fingerprint(prepared.model),
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def _check_keep(config: RunConfig, prepared: Prepared) -> None:
+    if config.train.keep.startswith("best") and prepared.valid is None:
+        reason = "the best checkpoint can't be told without validation data"
+        raise UserError(Problem("train.keep", reason, "name some with valid, or use all or last N"))
+
+
+def _all_damaged(folder: RunFolder, damaged: list[str]) -> UserError:
+    """Going on from nothing would throw away what a person may be able to mend, so that must be asked for."""
+    *others, last = [line.partition(": ") for line in damaged]
+    fix = (
+        f"put a whole one back from a copy; or, to take the run again from step 0, remove {folder.path / 'checkpoints'}"
+        " and resume; or start a new run with init_adapter"
+    )
+    return UserError([*(Problem(place, why) for place, _, why in others), Problem(last[0], last[2], fix)])
+
+
+def _scores(keep: str, trajectory: list[dict[str, Any]]) -> dict[int, float]:
+    """By step, what `keep: best` looks for the lowest of."""
+    name = keep.removeprefix("best").strip() or "loss"
+    sign = 1.0 if name == "loss" else -1.0
+    return {entry["step"]: sign * entry[name] for entry in trajectory if name in entry}
 
 
 def _best_margin(trajectory: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -8,12 +8,15 @@ import time
 from types import FrameType
 from typing import Any, Self
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Stopper:
     """Watches for reasons to stop, as a context manager.
 
-    The first SIGINT or SIGTERM is remembered; the second has its ordinary effect at once. Handlers are set only in
-    the main thread (Python allows no other) and put back at the end.
+    The first SIGINT, SIGTERM or SIGHUP (the terminal has gone) is remembered; the second has its ordinary effect at
+    once. Handlers are set only in the main thread (Python allows no other) and put back at the end. A SIGHUP that is
+    ignored, as under nohup, stays so.
 
     Args:
         cancel: stops the run when set, from any thread.
@@ -28,7 +31,9 @@ class Stopper:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _SIGNALS:
+                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -38,12 +43,12 @@ class Stopper:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = signal.Signals(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for caught in self._before:
+            signal.signal(caught, signal.default_int_handler if caught is signal.SIGINT else signal.SIG_DFL)
 
     @property
     def reason(self) -> str | None:
-        """SIGINT, SIGTERM, cancelled, stop_after, or None: go on."""
+        """SIGINT, SIGTERM, SIGHUP, cancelled, stop_after, or None: go on."""
         if self._signal is not None:
             return self._signal.name
         if self._cancel is not None and self._cancel.is_set():
