@@ -162,8 +162,10 @@ class MemoryPlan(_Section):
     """Where boundaries wait for the backward."""
     head_chunk: Positive | None = 1024
     """Targets of which the loss head makes logits at once; null is all."""
-    keep: Literal["nothing", "attention", "everything"] = "nothing"
+    keep: Literal["nothing", "kv", "attention", "everything"] = "nothing"
     """What the forward keeps so that the backward need not recompute it."""
+    keep_layers: Positive | None = None
+    """The last layers to which keep applies; null is all."""
 
 
 class DpoConfig(_Section):
