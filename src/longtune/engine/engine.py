@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from longtune.engine.structure import PROBE_TOKENS, learn
 from longtune.engine.walk import Walk
 from longtune.errors import Problem, UserError
 from longtune.head.heads import make_head
+from longtune.model.packed.opened import layer_open
 from longtune.model.stack import Stack, evaluating
 from longtune.objective.base import Objective, Totals
 from longtune.tree import Forest, Tree
@@ -109,9 +110,9 @@ class Engine:
         self.port.close()
         self._close_stores()
 
-    def layer_open(self, layer: int) -> AbstractContextManager[None]:
-        """Entered while the cells of one layer run, one after another."""
-        return nullcontext()
+    def layer_open(self, layer: int) -> AbstractContextManager[int]:
+        """Entered while the cells of one layer run, one after another: packed weights are dequantised once for all."""
+        return layer_open(self.stack.layers[layer])
 
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         self._refuse_unchunkable(forest)
