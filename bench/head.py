@@ -1,0 +1,213 @@
+"""Loss heads on a GPU: seconds of forward and backward, extra memory and gradient error, beside the bare products.
+
+The same frozen matrix, hidden states and targets for every way: log-probs (or the loss) and d(hidden). First each way's
+gradient is compared with fp32 on a few hundred targets, beside what bf16 autograd over full logits gets there; then it
+is timed at full size. `bare` is hidden x W and g x W alone, all logits in memory. Memory is the peak above the
+inputs and the returned d(hidden). Liger and cut-cross-entropy are raced where they are installed.
+
+    python bench/head.py --out head.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from common import machine
+
+from longtune.head.form import HeadForm
+from longtune.head.fused import FusedChunked
+from longtune.head.heads import Chunked, Reference
+from longtune.model.packed import Format, PackedLinear
+
+SHAPES = {"llama": (8192, 4096, 128256), "gemma": (8192, 2304, 256000), "small": (512, 256, 4099)}
+"""Targets, hidden size, vocabulary."""
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Hidden [M, H], token [M], cotangent [M] -> d(hidden)."""
+
+
+@dataclass
+class Way:
+    name: str
+    run: Run
+    truth: torch.Tensor
+    """The matrix it computes with, dequantised."""
+
+
+def contract(head: object) -> Run:
+    return lambda hidden, token, cotangent: head.backward(hidden, token, cotangent)[1]  # pyright: ignore
+
+
+def ways(weight: torch.Tensor, softcap: float | None, only: set[str] | None) -> list[Way]:
+    form = HeadForm(weight, softcap=softcap)
+    V, H = weight.shape
+    found = [
+        Way("fused", contract(FusedChunked(form, None)), weight),
+        Way("fused, fp32 logits", contract(FusedChunked(form, None, wide=True)), weight),
+        Way("chunked 1024", contract(Chunked(form, 1024)), weight),
+    ]
+    if importlib.util.find_spec("longtune.head.online"):
+        from longtune.head.online import OnlineHead
+
+        found.append(Way("online", contract(OnlineHead(form)), weight))
+    for bits in (4, 8):
+        if H % 64 or weight.device.type != "cuda":
+            continue
+        packed = random_packed(V, H, bits, weight.device)
+        packed_form = HeadForm(packed.weight, softcap=softcap, packed=packed)
+        dense = packed.dequantise(torch.bfloat16)
+        found.append(Way(f"fused, {bits}-bit", contract(FusedChunked(packed_form, None)), dense))
+        if bits == 4 and importlib.util.find_spec("longtune.head.online"):
+            from longtune.head.online import OnlineHead
+
+            found.append(Way(f"online, {bits}-bit", contract(OnlineHead(packed_form)), dense))
+    if importlib.util.find_spec("liger_kernel"):
+        found.append(Way("Liger fused linear CE", liger(weight, softcap), weight))
+    if importlib.util.find_spec("cut_cross_entropy"):
+        found.append(Way("cut-cross-entropy", cut(weight, softcap, None), weight))
+        found.append(Way("cut-cross-entropy, filter", cut(weight, softcap, "auto"), weight))
+    return [way for way in found if only is None or way.name in only]
+
+
+def random_packed(V: int, H: int, bits: int, device: torch.device, group: int = 64) -> PackedLinear:
+    format = Format("affine", bits, group)
+    words = torch.randint(-(2**31), 2**31, (V, format.words(H)), device=device).to(torch.int32)
+    step = 0.12 / 2**bits
+    scales = (torch.rand(V, H // group, device=device) + 0.5) * step
+    biases = -scales * (2**bits - 1) / 2
+    return PackedLinear(
+        format, H, words, scales.bfloat16(), biases.bfloat16(), compute_dtype=torch.bfloat16
+    ).requires_grad_(False)
+
+
+def liger(weight: torch.Tensor, softcap: float | None) -> Run:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
+
+    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+        leaf = hidden.detach().requires_grad_()
+        # Arguments in order: bias, class weights, ignored index, z-loss, smoothing, reduction, softcap.
+        out = function.apply(leaf, weight, token, None, None, -100, 0.0, 0.0, "sum", softcap)
+        (out[0] if isinstance(out, tuple) else out).backward()
+        return leaf.grad
+
+    return run
+
+
+def cut(weight: torch.Tensor, softcap: float | None, eps: str | None) -> Run:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+        leaf = hidden.detach().requires_grad_()
+        linear_cross_entropy(leaf, weight, token, reduction="sum", softcap=softcap, filter_eps=eps).backward()
+        return leaf.grad
+
+    return run
+
+
+def draw(M: int, H: int, V: int, device: str, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden = torch.randn(M, H, device=device, generator=generator).bfloat16()
+    token = torch.randint(V, (M,), device=device, generator=generator)
+    # The sum of -lp, as the peers that take no cotangent compute it.
+    return hidden, token, -torch.ones(M, device=device)
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(torch.linalg.norm(ours.double() - truth.double()) / torch.linalg.norm(truth.double()))
+
+
+def errors(way: Way, softcap: float | None, few: Inputs) -> tuple[float, float]:
+    """Relative error of d(hidden) against fp32: of the way, and of bf16 autograd over full logits."""
+    hidden, token, cotangent = few
+    truth = Reference(HeadForm(way.truth.float(), softcap=softcap)).backward(hidden.float(), token, cotangent)[1]
+    plain = Reference(HeadForm(way.truth, softcap=softcap)).backward(hidden, token, cotangent)[1]
+    return relative(way.run(hidden, token, cotangent), truth), relative(plain, truth)
+
+
+def timed(run: Callable[[Inputs], object], inputs: list[Inputs], repeats: int) -> dict[str, float]:
+    """Median milliseconds by device events, and the peak of memory above what was there, in GiB."""
+    run(inputs[0])
+    if inputs[0][0].device.type != "cuda":
+        return {"milliseconds": float("nan"), "peak_gib": float("nan")}
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for index in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run(inputs[index % len(inputs)])
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    result = inputs[0][0].numel() * inputs[0][0].element_size()
+    peak = torch.cuda.max_memory_allocated() - before - result
+    return {"milliseconds": statistics.median(times), "fastest": min(times), "peak_gib": peak / 2**30}
+
+
+def bare(weight: torch.Tensor, M: int) -> Callable[[Inputs], object]:
+    scores = torch.empty(M, weight.shape[0], dtype=weight.dtype, device=weight.device)
+
+    def run(given: Inputs) -> object:
+        torch.mm(given[0], weight.t(), out=scores)
+        return scores @ weight
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama", "gemma"])
+    parser.add_argument("--softcap", type=float)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ways", nargs="*", help="names of the ways to run; all by default")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    rows: list[dict[str, object]] = []
+    for name in args.shapes:
+        M, H, V = SHAPES[name]
+        weight = (torch.randn(V, H, device=device) * 2 * H**-0.5).bfloat16()
+        few = draw(min(M, 512), H, V, device, 1)
+        inputs = [draw(M, H, V, device, seed) for seed in (2, 3)]
+        floor = timed(bare(weight, M), inputs, args.repeats)
+        rows.append({"shape": name, "way": "bare products", **floor, "ratio": 1.0})
+        for way in ways(weight, args.softcap, set(args.ways) if args.ways else None):
+            entry: dict[str, object] = {"shape": name, "way": way.name}
+            try:
+                entry["error"], entry["bf16_error"] = errors(way, args.softcap, few)
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                found = timed(lambda given, way=way: way.run(*given), inputs, args.repeats)
+                entry.update(found, ratio=found["milliseconds"] / floor["milliseconds"])
+            except Exception as fault:  # A peer of another version must not end the race; it is shown.
+                entry["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
+            rows.append(entry)
+            print(json.dumps(entry), flush=True)
+            if args.out:
+                with open(args.out, "w") as file:
+                    json.dump({"machine": machine(), "softcap": args.softcap, "rows": rows}, file, indent=1)
+    print(f"{'shape':<6} {'ms':>8} {'ratio':>6} {'GiB':>6} {'error':>9} {'bf16':>9}  way")
+    for row in rows:
+        numbers = [row.get(k, float("nan")) for k in ("milliseconds", "ratio", "peak_gib", "error", "bf16_error")]
+        cells = "{:>8.2f} {:>6.3f} {:>6.3f} {:>9.2e} {:>9.2e}".format(*numbers)
+        print(f"{row['shape']:<6} {cells}  {row['way']} {row.get('failed', '')}")
+    for package, name in (("liger_kernel", "Liger"), ("cut_cross_entropy", "cut-cross-entropy")):
+        if not importlib.util.find_spec(package):
+            print(f"skipped: {name} is not installed")
+
+
+if __name__ == "__main__":
+    main()
