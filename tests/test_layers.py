@@ -38,7 +38,9 @@ MAY_USE = {
     # Ways in.
     "integrations": STEP,
     "demo": STEP | {"data", "config", "train"},
-    "cli": STEP | {"data", "config", "train", "watch", "demo", "integrations"},
+    # Models and adapters on disk, without a run: what made them does not matter.
+    "export": LOWER,
+    "cli": STEP | {"data", "config", "train", "watch", "demo", "integrations", "export"},
     # The public names, each imported when it is first used.
     "__init__": {"config", "engine", "errors", "integrations", "train"},
 }

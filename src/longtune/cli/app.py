@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from longtune.cli import chat, check, demo, doctor, eval, init, train, watch
+from longtune.cli import chat, check, demo, doctor, eval, export, init, train, watch
 
 # Plain help: boxes would not leave room for a verb's options on one screen.
 app = typer.Typer(
@@ -18,7 +18,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo.demo, init.init, check.check, train.train, watch.watch, eval.eval_, chat.chat, doctor.doctor):
+for verb in (
+    demo.demo,
+    init.init,
+    check.check,
+    train.train,
+    watch.watch,
+    eval.eval_,
+    chat.chat,
+    export.export,
+    doctor.doctor,
+):
     app.command(verb.__name__.rstrip("_"))(verb)
 
 

@@ -1,0 +1,56 @@
+"""mlx-lm itself as the reader of what was written for it, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NOT_INSTALLED = "mlx-lm is not installed here, so longtune's own reader of its layout was asked"
+
+
+def installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("mlx", "mlx_lm"))
+
+
+def logits(model: Path, tokens: torch.Tensor, adapter: Path | None = None) -> tuple[torch.Tensor | None, str]:
+    """Logits [tokens, vocabulary] that mlx-lm computes in fp32, or None with the reason.
+
+    Args:
+        model: a model's folder; quantised weights stay as they are.
+        tokens: [1, tokens].
+        adapter: a folder of its layout.
+
+    Raises:
+        ValueError: the adapter has tensors that mlx-lm's model has no place for; it would ignore them silently.
+    """
+    if not installed():
+        return None, NOT_INSTALLED
+    import mlx.core as mx
+    import numpy as np
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    try:
+        read: Any = load_model(model, lazy=True)[0]
+    except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError) as error:
+        return None, f"mlx-lm can't read {model} ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    # Scales of float formats are bytes, and cast nothing.
+    read.set_dtype(mx.float32)
+    if adapter is not None:
+        written = mx.load(str(adapter / "adapters.safetensors"))
+        load_adapters(read, str(adapter))
+        lost = sorted(set(written) - set(dict(tree_flatten(read.parameters()))))
+        if lost:
+            raise ValueError(f"mlx-lm's model has no place for {', '.join(lost[:5])}")
+    read.eval()
+    found = read(mx.array(tokens.numpy()))
+    return torch.from_numpy(np.array(found.astype(mx.float32)))[0], ""
+
+
+def has_folder(path: Path | None) -> bool:
+    """Whether mlx-lm could read the base model from there."""
+    return path is not None and path.is_dir() and any(path.glob("model*.safetensors"))

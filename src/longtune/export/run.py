@@ -1,0 +1,315 @@
+"""The order of an export: refuse early, read, write to a temporary folder, read that again, compare, then appear."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from longtune.errors import Problem, UserError
+from longtune.export import gguf_lora, merged, mlx, mlx_check, mlx_merged, peft, verify
+from longtune.export.combine import combined, even
+from longtune.export.memory import compute_dtype
+from longtune.export.verify import Difference
+from longtune.model.adapter_files import CONFIG, Update, Updates, named_for, read_updates
+from longtune.model.adapters import load_adapter
+from longtune.model.loading import Loaded, load_model
+from longtune.model.packed.loader import load_packed
+from longtune.model.targets import decoder_layers, shortest_patterns
+
+FORMATS = ("peft", "merged", "mlx", "mlx-merged", "gguf-lora")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_WHOLE = ("merged", "mlx-merged")
+"""Formats that hold the model, too."""
+
+_MARKS = (CONFIG, "config.json", gguf_lora.FILE)
+"""What an older export is told by."""
+
+
+class ExportFailed(Exception):
+    """The artefact doesn't compute what it should; it is kept under another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to export.
+
+    Attributes:
+        adapter: an adapter's folder, of PEFT's layout or mlx-lm's.
+        model: the base model's name, as `load_model` takes it.
+        to: one of `FORMATS`.
+        out: the folder to make.
+        dtype: of the weights: fp32, bf16 or fp16; None keeps an adapter's own, and the base's own for a merged model.
+        requantise: keep an MLX base quantised: merged weights go back into each module's own format.
+        others: further adapters with their weights, added to the first.
+        even_ranks: pad all ranks with zeros to the largest (for readers that know one rank alone).
+        force: replace an older export at `out`.
+        prompt: what both sides read when they are compared.
+        device: as `load_model` takes it.
+    """
+
+    adapter: Path
+    model: str
+    to: str
+    out: Path
+    dtype: str | None = None
+    requantise: bool = False
+    others: tuple[tuple[Path, float], ...] = ()
+    even_ranks: bool = False
+    force: bool = False
+    prompt: str = verify.PROMPT
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was made.
+
+    Attributes:
+        folder: where it lies.
+        files: names of its files with their bytes.
+        difference: against base + adapter.
+        checked_by: what read it again.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    files: dict[str, int]
+    difference: Difference
+    checked_by: str
+    notes: list[str] = field(default_factory=list)
+
+
+def export(request: Request, tell: Callable[[str], None] = lambda line: None) -> Exported:
+    """Export an adapter.
+
+    Raises:
+        UserError: the request, the adapter, or the model must be changed; nothing was written.
+        ExportFailed: what was written computes something else; it lies beside `out`, under a name with `.failed`.
+    """
+    _check(request)
+    sources = [(read_updates(request.adapter), 1.0)] + [(read_updates(path), w) for path, w in request.others]
+    tell(f"loading {request.model}")
+    dtype, why = compute_dtype(request.model)
+    loaded = load_model(request.model, dtype=dtype, device=request.device, trust_remote_code=request.trust_remote_code)
+    job = _Job(request, sources, loaded, why)
+    out = request.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        work.chmod(0o755)
+        tell(f"writing {request.to} to {out}")
+        job.write(work)
+        tell("reading it again")
+        difference = job.verify(work)
+        if not difference.passes:
+            failed = out.with_name(f"{out.name}.failed")
+            shutil.rmtree(failed, ignore_errors=True)
+            work.rename(failed)
+            raise ExportFailed(
+                f"{failed} differs from base + adapter by {difference.largest:.3g} in a logit (allowed: "
+                f"{difference.allowed:.3g}); it is kept under this name to be looked at"
+            )
+        _appear(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    files = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
+    return Exported(out, files, difference, job.checked_by, job.notes)
+
+
+class _Job:
+    """One export: the updates by the model's names, what to write, and how that is read again."""
+
+    def __init__(self, request: Request, sources: list[tuple[Updates, float]], loaded: Loaded, why: str):
+        self.request, self.loaded, self.model = request, loaded, loaded.model
+        self.notes: list[str] = [why] if why else []
+        self.checked_by = "longtune"
+        parts = [(named_for(updates, self.model), weight) for updates, weight in sources]
+        self.updates: dict[str, Update] = parts[0][0] if len(parts) == 1 else combined(parts)
+        self.rslora = len(parts) == 1 and sources[0][0].rslora and not request.even_ranks
+        if request.even_ranks:
+            self.updates = even(self.updates)
+        if request.to in _WHOLE:
+            merged.check_mergeable(self.model, self.updates)
+        if request.to == "mlx-merged":
+            mlx_merged.check(loaded, self.updates, request.requantise)
+        if request.to == "gguf-lora":
+            gguf_lora.check(self.model)
+        self.tokens = verify.prompt_tokens(loaded.tokenizer, request.prompt)
+        self.computes = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        self.base = verify.logits(self.model, self.tokens)
+        # Each adapter on its own, so that combining them is compared, too.
+        self.truth = self._truth(parts)
+
+    def _truth(self, parts: list[tuple[dict[str, Update], float]]) -> torch.Tensor:
+        weighted = [
+            {name: Update(u.down_RI, u.up_OR, u.scale * weight) for name, u in updates.items()}
+            for updates, weight in parts
+        ]
+        with verify.added_all(self.model, weighted):
+            return verify.logits(self.model, self.tokens)
+
+    def write(self, folder: Path) -> None:
+        request, loaded = self.request, self.loaded
+        dtype = DTYPES[request.dtype] if request.dtype else None
+        if request.to == "peft":
+            targets = shortest_patterns(self.model, list(self.updates))
+            peft.write(folder, self.updates, targets=targets, base=request.model, rslora=self.rslora, dtype=dtype)
+        elif request.to == "mlx":
+            layers = decoder_layers(self.model)[1]
+            mlx.write(folder, self.updates, layers=layers, base=request.model, dtype=dtype)
+        elif request.to == "gguf-lora":
+            gguf_lora.write(folder, self.model, self.updates, base=request.model, dtype=dtype)
+        elif request.to == "mlx-merged":
+            self.written = dtype or self._base_dtype()
+            mlx_merged.write(folder, loaded, self.updates, dtype=self.written, requantise=request.requantise)
+        else:
+            self.written = dtype or self._base_dtype()
+            merged.write(folder, self.model, self.updates, dtype=self.written, tokenizer=loaded.tokenizer)
+
+    def _base_dtype(self) -> torch.dtype:
+        stored = merged.stored_dtype(self.loaded.path) if self.loaded.path is not None else None
+        return stored or torch.bfloat16
+
+    def verify(self, folder: Path) -> Difference:
+        request = self.request
+        if request.to in _WHOLE:
+            self._give_up_base()
+            found = self._mlx_logits(folder) if request.to == "mlx-merged" else None
+            if found is None:
+                found = verify.logits(self._load_again(folder), self.tokens)
+            tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes])
+            if request.requantise:
+                return self._requantised(found, tolerance)
+            return verify.compare(self.base, self.truth, found, tolerance)
+        tolerance = verify.LOSSLESS[self.computes]
+        if request.dtype in ("bf16", "fp16"):
+            tolerance = max(tolerance, verify.ROUNDED[DTYPES[request.dtype]])
+        if request.to == "peft":
+            self.checked_by = "peft"
+            found = verify.logits(load_adapter(self.model, folder).eval(), self.tokens)
+        elif request.to == "mlx":
+            found = self._mlx_logits(self.loaded.path, folder)
+            if found is None:
+                found = verify.logits(self.model, self.tokens, named_for(read_updates(folder), self.model))
+        else:
+            found = verify.logits(self.model, self.tokens, gguf_lora.read(folder / gguf_lora.FILE, self.model))
+        return verify.compare(self.base, self.truth, found, tolerance)
+
+    def _mlx_logits(self, model: Path | None, adapter: Path | None = None) -> torch.Tensor | None:
+        """What mlx-lm computes, where it can be asked; else why it wasn't is noted."""
+        if model is None or not mlx_check.has_folder(model):
+            self.notes.append(
+                "the base is no folder that mlx-lm reads, so longtune's own reader of the layout was asked"
+            )
+            return None
+        if self.computes != torch.float32:
+            return None
+        try:
+            found, reason = mlx_check.logits(model, self.tokens, adapter)
+        except ValueError as error:
+            raise UserError(Problem(f"export --to {self.request.to}", str(error), "use --to mlx-merged")) from None
+        if found is None:
+            self.notes.append(reason)
+        else:
+            self.checked_by = "mlx-lm"
+        return found
+
+    def _requantised(self, found: torch.Tensor, tolerance: float) -> Difference:
+        """Compared with the merged weights as their formats hold them; what the formats lose is told, not judged."""
+        raise NotImplementedError
+
+    def _load_again(self, folder: Path) -> PreTrainedModel:
+        name = str(self.computes).removeprefix("torch.")
+        if self.request.to == "mlx-merged":
+            return load_packed(folder, self.computes, torch.device("cpu"))
+        trust = self.request.trust_remote_code
+        return load_model(str(folder), dtype=name, device="cpu", trust_remote_code=trust).model
+
+    def _give_up_base(self) -> None:
+        """Frees the base before the artefact is loaded: the two never lie in memory together."""
+        self.model = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.loaded = None  # pyright: ignore[reportAttributeAccessIssue]
+        gc.collect()
+
+
+def _check(request: Request) -> None:
+    problems: list[Problem] = []
+    place = f"export --to {request.to}"
+    if request.to not in FORMATS:
+        problems.append(Problem("export --to", f"{request.to!r} is unknown", f"use {', '.join(FORMATS)}"))
+    if request.dtype is not None and request.dtype not in DTYPES:
+        problems.append(Problem("export --dtype", f"{request.dtype!r} is unknown", f"use {', '.join(DTYPES)}"))
+    if request.requantise and request.to != "mlx-merged":
+        fix = "use --to mlx-merged; other quantised formats are made by their own tools from --to merged"
+        problems.append(Problem(f"{place} --requantise", "only a merged MLX checkpoint can be requantised", fix))
+    if request.to == "gguf-lora" and request.dtype == "bf16":
+        problems.append(Problem(f"{place} --dtype", "adapters are fp32 or fp16 there", "use fp16, or leave it out"))
+    if request.even_ranks and request.to != "peft":
+        problems.append(Problem(f"{place} --even-ranks", "has no meaning there", "leave it out"))
+    for path, weight in request.others:
+        if not abs(weight) < float("inf"):
+            problems.append(Problem(f"export --with {path}", f"{weight} is no weight"))
+    problems.extend(_out_problems(request))
+    if problems:
+        raise UserError(problems)
+
+
+def _out_problems(request: Request) -> list[Problem]:
+    """Why nothing may appear at `out`."""
+    out = request.out
+    place = f"export --out {out}"
+    sources = [request.adapter, *(path for path, _ in request.others), Path(request.model)]
+    if not out.name:
+        return [Problem(place, "names no folder")]
+    for source in sources:
+        if source.exists() and source.resolve().is_relative_to(out.resolve()):
+            return [Problem(place, f"would take the place of {source}, which is read", "choose another folder")]
+    if not (out.exists() or out.is_symlink()):
+        return []
+    if out.is_symlink() or not out.is_dir():
+        return [Problem(place, "is there, and is no folder", "choose another name")]
+    names = {file.name for file in out.iterdir()}
+    if not names:
+        return []
+    if not request.force:
+        return [Problem(place, "is there already", "choose another folder, or replace it: --force")]
+    if not names & set(_MARKS) or any((out / name).is_dir() for name in names):
+        return [Problem(place, "holds something else than an export", "choose another folder")]
+    return []
+
+
+def _appear(work: Path, out: Path) -> None:
+    """The finished folder under its name; an older one is gone only when the new one is there."""
+    if out.exists():
+        old = work.with_name(f"{work.name}-old")
+        out.rename(old)
+        work.rename(out)
+        shutil.rmtree(old)
+    else:
+        work.rename(out)
+
+
+def as_dict(exported: Exported) -> dict[str, Any]:
+    """Plain values for `--json`."""
+    difference = exported.difference
+    return {
+        "folder": str(exported.folder),
+        "files": exported.files,
+        "largest_difference": difference.largest,
+        "allowed_difference": difference.allowed,
+        "adapter_effect": difference.effect,
+        "largest_logit": difference.scale,
+        "checked_by": exported.checked_by,
+        "notes": exported.notes,
+    }
