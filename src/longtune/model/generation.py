@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 def generate(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    messages_or_prompts: Sequence[Messages | str],
+    messages_or_prompts: Sequence[Messages | str | Sequence[int]],
     *,
     max_new_tokens: int = 256,
     batch_size: int = 8,
@@ -33,7 +33,7 @@ def generate(
     Args:
         model: a causal LM, with or without adapters.
         messages_or_prompts: each a conversation (rendered with the chat template, up to where the answer begins), or
-            a text that is continued as it is.
+            a text or token ids that are continued as they are.
         batch_size: prompts of one forward; they are batched by length, so that little is padded.
         temperature: 0 takes the likeliest token each time.
         seed: seed of sampling; None draws from the global generator.
@@ -80,13 +80,20 @@ def generate(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages | str, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages | str | Sequence[int],
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: a conversation up to where the answer begins, or a plain text."""
+    """Token ids of a prompt: a conversation up to where the answer begins, a plain text, or token ids as they are."""
+    if prompt and isinstance(prompt[0], int):
+        return list(cast(Sequence[int], prompt))
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]  # pyright: ignore[reportReturnType]
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+        [dict(message) for message in cast(Messages, prompt)],
+        tokenize=False,
+        add_generation_prompt=True,
+        **(template_kwargs or {}),
     )
     # The template writes every special token itself.
     return tokenizer(cast(str, text), add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]

@@ -63,7 +63,9 @@ class RunFolder:
         return self.path / "adapter"
 
     def holds_run(self) -> bool:
-        return any((self.path / name).exists() for name in _MARKS)
+        # A log without a line is left by a run that ended before it began.
+        found = (self.path / name for name in _MARKS if (self.path / name).exists())
+        return any(mark != self.events or mark.stat().st_size for mark in found)
 
     def check_new(self) -> None:
         """Raises UserError where a new run can't go."""

@@ -94,6 +94,7 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: Path | None = None
     saved_step: int = 0
+    _peak: int = 0
     _unsaved_step: int | None = None
     _clock: float = field(default_factory=time.monotonic)
 
@@ -127,6 +128,10 @@ class Loop:
             optimiser.set_rates(self.optimiser, rate)
             self._step(step, self._draw(batches), start)
             progress.seconds += time.perf_counter() - start
+
+    def peak_bytes(self) -> int:
+        """Highest memory so far, that of sample answers left out where a device's peak can be set back."""
+        return max(self._peak, measure.peak_bytes(self.device))
 
     def count_time(self) -> None:
         """Adds the time since the last call to the progress's wall time."""
@@ -193,7 +198,7 @@ class Loop:
             trained_tokens=trained_tokens,
             tokens_per_second=tokens / seconds,
             seconds=seconds,
-            peak_bytes=measure.peak_bytes(self.device),
+            peak_bytes=self.peak_bytes(),
             active_bytes=measure.active_bytes(self.device),
         )
 
@@ -221,7 +226,19 @@ class Loop:
 
     def _sample(self) -> None:
         assert self.sample is not None
-        found = self.sample()
+        self._peak = self.peak_bytes()
+        try:
+            found = self.sample()
+        except Stopped:
+            raise
+        except Exception as error:
+            # Answers are for a reader: they are not worth the run.
+            reason = f"no sample answers ({type(error).__name__}: {' '.join(str(error).split())}); none are tried again"
+            self.sample = None
+            self.events.emit("warning", step=self.progress.step, reason=reason, problem="samples")
+            return
+        finally:
+            measure.reset_peak(self.device)
         self.progress.sampled = self.progress.step
         self.events.emit("samples", step=self.progress.step, **found)
 

@@ -78,7 +78,11 @@ def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
     if problems:
         raise UserError(problems)
     loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        quantise=config.quantise_on_load,
     )
     train = valid = model = ranks = None
     untargeted: list[str] = []

@@ -26,6 +26,7 @@ from longtune.train.folder import RunFolder
 from longtune.train.loop import Loop, Progress, RunFailed
 from longtune.train.prepare import Prepared, frozen_adapter, prepare
 from longtune.train.references import Reference, Referenced
+from longtune.train.samples import Samples
 from longtune.train.stop import Stopper
 
 
@@ -90,6 +91,7 @@ def train(
         prepared = prepare(config, found.folder if found else None)
         stack.enter_context(contextlib.closing(prepared.engine))
         _check_keep(config, prepared)
+        samples = Samples(config, prepared) if config.samples.prompts else None
         facts = _facts(config, prepared)
         if resume:
             changed += folder.compare(facts)
@@ -106,7 +108,7 @@ def train(
         stack.enter_context(contextlib.closing(tracking))
         if events.is_new:
             _write_start(folder, config, prepared, facts)
-        return _ActiveRun(config, folder, prepared, events, stopper, found).run(
+        return _ActiveRun(config, folder, prepared, events, stopper, found, samples).run(
             [*(f"damaged checkpoint passed over: {line}" for line in damaged), *tracking.problems], changed
         )
 
@@ -122,7 +124,9 @@ class _ActiveRun:
         events: EventLog,
         stopper: Stopper,
         found: checkpoints.Checkpoint | None,
+        samples: Samples | None,
     ):
+        self.samples = samples
         self.config, self.folder, self.prepared, self.events = config, folder, prepared, events
         settings = config.train
         assert settings.learning_rate is not None, "the config is resolved"
@@ -165,6 +169,7 @@ class _ActiveRun:
             stopper=stopper,
             validate=self._validate if prepared.valid else None,
             save=self._save,
+            sample=self._sample if samples is not None else None,
             refer=self.reference.attach if self.reference and not self.referenced else lambda trees: trees,
         )
         if found is not None:
@@ -260,6 +265,10 @@ class _ActiveRun:
             stopped=lambda: self.loop.stopper.reason,
         )
 
+    def _sample(self) -> dict[str, Any]:
+        assert self.samples is not None
+        return self.samples(lambda: self.loop.stopper.reason)
+
     def _save(self, progress: Progress) -> Path:
         state = {
             "progress": progress.as_dict(),
@@ -338,7 +347,7 @@ class _ActiveRun:
             "seconds": progress.seconds,
             "wall_seconds": progress.wall_seconds,
             "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
-            "peak_bytes": measure.peak_bytes(self.prepared.device),
+            "peak_bytes": loop.peak_bytes(),
         }
 
     def _write_measured(self, metrics: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 # What the user has set wins. A server that has gone holds up one step for seconds, not for many minutes.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 from mlflow import MlflowClient

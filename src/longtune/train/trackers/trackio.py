@@ -51,4 +51,5 @@ class Trackio:
             self._run.log(values, step=event["step"])
 
     def close(self) -> None:
-        self._run.finish()
+        # Not the run's own method, after which trackio would end it once more when Python leaves.
+        trackio.finish()

@@ -53,7 +53,7 @@ class WeightsAndBiases:
     def __call__(self, event: Event) -> None:
         values: dict[str, Any] = dict(scalars(event))
         if event["event"] == "samples":
-            rows = [[item["prompt"], item["answer"], item.get("reference", "")] for item in event["items"]]
+            rows: list[Any] = [[item["prompt"], item["answer"], item.get("reference", "")] for item in event["items"]]
             values["samples"] = wandb.Table(columns=["prompt", "answer", "reference"], data=rows)
         if values:
             self._run.log(values, step=event["step"])
