@@ -60,8 +60,8 @@ class EventLog:
         self._told = False
         # Unbuffered: a line that fails half-way is taken back, and nothing of it waits in a buffer.
         self._file = path.open("ab", buffering=0)
-        kinds, self.last_step, torn = _survey(path)
-        self.is_new = not kinds
+        events, self.last_step, self._measured, torn = _survey(path)
+        self.is_new = not events
         if torn:
             self._waiting.append(b"\n")
 
@@ -77,10 +77,16 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> Event:
         """Writes one event. `t` is seconds since the epoch; numbers that are not finite become null in the file.
 
+        A validation or samples that a resumed run takes again, and that its log has, is left out: it was the same.
+
         Raises:
             LogNotWritten: under `on_error: stop`, after the listeners have got the event.
         """
         event: Event = {"event": kind, **fields, "t": round(time.time(), 3)}
+        if kind == "resumed":
+            self._measured = {(old, step) for old, step in self._measured if step <= event["step"]}
+        if (kind, event.get("step")) in self._measured:
+            return event
         self._waiting.append(orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         problem: LogNotWritten | None = None
         try:
@@ -160,9 +166,11 @@ def last_kind(path: Path) -> str | None:
         return None
 
 
-def _survey(path: Path) -> tuple[int, int, bool]:
-    """Whole events of a file, the highest step of its `train` events, and whether its last line is unfinished."""
+def _survey(path: Path) -> tuple[int, int, set[tuple[str, int]], bool]:
+    """Of a file: its whole events, the highest step of a `train` event, (kind, step) of every validation and samples,
+    and whether its last line is unfinished."""
     events = last = 0
+    measured: set[tuple[str, int]] = set()
     line = b"\n"
     with path.open("rb") as file:
         for line in file:
@@ -173,9 +181,12 @@ def _survey(path: Path) -> tuple[int, int, bool]:
             if not isinstance(event, dict):
                 continue
             events += 1
-            if event.get("event") == "train":
+            kind = event.get("event")
+            if kind == "train":
                 last = max(last, event["step"])
-    return events, last, not line.endswith(b"\n")
+            elif kind in ("validation", "samples"):
+                measured.add((kind, event["step"]))
+    return events, last, measured, not line.endswith(b"\n")
 
 
 def _not_written(error: OSError) -> LogNotWritten:

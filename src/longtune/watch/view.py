@@ -68,7 +68,9 @@ def event_lines(event: dict[str, Any]) -> list[str]:
             f"{event['trainable_parameters']:,} trainable parameters; run folder {event['folder']}",
         ]
     if kind == "resumed":
-        return [f"resumed from {event['checkpoint']}" if event["checkpoint"] else "no checkpoint yet: starting again"]
+        changed = [f"changed since: {what}" for what in event.get("changed", ())]
+        start = f"resumed from {event['checkpoint']}" if event["checkpoint"] else "no checkpoint yet: starting again"
+        return [start, *changed]
     if kind == "reference":
         how = f"{event['computed']:,} computed in {duration(event['seconds'])}, kept in {event['path']}"
         if not event["computed"]:
