@@ -44,12 +44,14 @@ RANK = 16
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def build(shape: str, device: str) -> torch.nn.Module:
-    """A frozen llama of a shape with random bf16 weights."""
+def build(shape: str, device: str, **changes: Any) -> torch.nn.Module:
+    """A frozen llama of a shape, with `changes`, and random bf16 weights."""
     import torch
     import transformers
 
-    config = transformers.LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 20, tie_word_embeddings=False)
+    config = transformers.LlamaConfig(
+        **{**SHAPES[shape], **changes}, max_position_embeddings=1 << 20, tie_word_embeddings=False
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
