@@ -191,6 +191,14 @@ class WatchedRun:
             if event := parse(line):
                 self._take(event)
             changed = True
+        self._surround(held)
+        return changed or (before.held, before.measured) != (self.surroundings.held, self.surroundings.measured)
+
+    def look_around(self) -> None:
+        """Asks the machine again, without reading events."""
+        self._surround(holder(self.folder))
+
+    def _surround(self, held: Holder) -> None:
         plan = self.json("plan.json")
         self.surroundings = Surroundings(
             now=self.now(),
@@ -201,7 +209,6 @@ class WatchedRun:
             predicted=_mapping(plan, "predicted"),
             measured=_mapping(plan, "measured"),
         )
-        return changed or (before.held, before.measured) != (self.surroundings.held, self.surroundings.measured)
 
     def _take(self, event: dict[str, Any]) -> None:
         self.state.update(event)
@@ -222,8 +229,8 @@ class WatchedRun:
 
     def json(self, name: str) -> Any:
         """A small JSON file of the run, read again when it has changed; None where it is missing or broken."""
-        path = self.folder / name
         try:
+            path = self._own(name)
             found = path.stat()
             stamp = (found.st_mtime_ns, found.st_size)
             if self._files.get(name, (None,))[0] != stamp:
@@ -236,10 +243,17 @@ class WatchedRun:
     def text(self, name: str) -> str:
         """A small text file of the run; empty where it is missing."""
         try:
-            with (self.folder / name).open("rb") as file:
+            with self._own(name).open("rb") as file:
                 return file.read(_LARGEST_FILE).decode(errors="replace")
         except OSError:
             return ""
+
+    def _own(self, name: str) -> Path:
+        """A file of the run; raises OSError where it is a link that leads elsewhere."""
+        path = (self.folder / name).resolve()
+        if path.parent != self.folder.resolve():
+            raise FileNotFoundError(name)
+        return path
 
     def _free_bytes(self) -> int | None:
         try:
