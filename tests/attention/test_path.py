@@ -37,15 +37,60 @@ def allowed(forest: Forest, window: int | None) -> torch.Tensor:
 
 
 def explicit(q, k, v, mask, score: Score):
-    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * score.scale
     if score.softcap:
         scores = score.softcap * torch.tanh(scores / score.softcap)
     scores = scores.masked_fill(~mask, -math.inf)
     if score.sinks is not None:
-        sinks = score.sinks[None, :, None, None].expand(1, -1, scores.shape[2], 1)
+        sinks = score.sinks.to(scores)[None, :, None, None].expand(1, -1, scores.shape[2], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ v
     return torch.softmax(scores, -1) @ v
+
+
+def check(attention, score, chunk_tokens, *, dtype=torch.float64, tolerance=1e-12, device="cpu", row=None, shape=None):
+    """Forward, dQ, and dK and dV as they are when each chunk is reached from behind, against the explicit mask.
+
+    Args:
+        shape: query heads, key heads, key width, value width.
+    """
+    row = row or forest()
+    heads, key_heads, width, value_width = shape or (HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH)
+    generator = torch.Generator().manual_seed(0)
+
+    def make(heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(1, heads, row.size, width, generator=generator, dtype=torch.float64)
+        return x.to(dtype).to(device)
+
+    def close(ours: torch.Tensor, truth: torch.Tensor) -> bool:
+        return float(torch.linalg.norm(ours.double() - truth)) <= tolerance * float(
+            torch.linalg.norm(truth).clamp(min=1)
+        )
+
+    q, k, v = make(heads, width), make(key_heads, width), make(key_heads, value_width)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    truth = explicit(*leaves, allowed(row, score.window).to(device), score)
+    dout = make(heads, value_width)
+    dq_truth, dk_truth, dv_truth = torch.autograd.grad(truth, leaves, dout.double())
+
+    store = KVStore(row.size)
+    chunks = row.chunks(chunk_tokens)
+    kept = []
+    with torch.no_grad():
+        for chunk in chunks:
+            own = slice(chunk.start, chunk.end)
+            store.write(chunk, k[:, :, own], v[:, :, own])
+            kept.append(attention.forward(q[:, :, own], store, chunk, score))
+        assert close(torch.cat([o for o, _ in kept], 2), truth.detach())
+        dq = []
+        for chunk, (o, lse) in reversed(list(zip(chunks, kept, strict=True))):
+            own = slice(chunk.start, chunk.end)
+            dq.append(attention.backward(dout[:, :, own], q[:, :, own], o, lse, store, chunk, score))
+            # Complete when the chunk is reached from behind: every later reader has added its share.
+            dk, dv = store.gradients(chunk)
+            assert close(dk, dk_truth[:, :, own])
+            assert close(dv, dv_truth[:, :, own])
+    assert close(torch.cat(dq[::-1], 2), dq_truth)
 
 
 SCORES = {
@@ -66,38 +111,7 @@ SCORES = {
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 3, 8])
 def test_paths_equal_an_explicit_mask(kernel, score, chunk_tokens, monkeypatch):
     monkeypatch.setattr(path, "WINDOW_BLOCK", 2)
-    row = forest()
-    generator = torch.Generator().manual_seed(0)
-
-    def make(heads: int, width: int) -> torch.Tensor:
-        x = torch.randn(1, heads, row.size, width, generator=generator, dtype=torch.float64)
-        return x.requires_grad_()
-
-    q, k, v = make(HEADS, WIDTH), make(KEY_HEADS, WIDTH), make(KEY_HEADS, VALUE_WIDTH)
-    truth = explicit(q, k, v, allowed(row, score.window), score)
-    dout = torch.randn(truth.shape, generator=generator, dtype=torch.float64)
-    dq_truth, dk_truth, dv_truth = torch.autograd.grad(truth, (q, k, v), dout)
-
-    attention = PathAttention(kernel, Reference(), block_keys=4)
-    store = KVStore(row.size)
-    chunks = row.chunks(chunk_tokens)
-    kept = []
-    with torch.no_grad():
-        for chunk in chunks:
-            own = slice(chunk.start, chunk.end)
-            store.write(chunk, k[:, :, own], v[:, :, own])
-            kept.append(attention.forward(q[:, :, own], store, chunk, score))
-        out = torch.cat([o for o, _ in kept], 2)
-        assert torch.allclose(out, truth, atol=1e-12)
-        dq = []
-        for chunk, (o, lse) in reversed(list(zip(chunks, kept, strict=True))):
-            own = slice(chunk.start, chunk.end)
-            dq.append(attention.backward(dout[:, :, own], q[:, :, own], o, lse, store, chunk, score))
-            # Complete when the chunk is reached from behind: every later reader has added its share.
-            dk, dv = store.gradients(chunk)
-            assert torch.allclose(dk, dk_truth[:, :, own], atol=1e-12)
-            assert torch.allclose(dv, dv_truth[:, :, own], atol=1e-12)
-    assert torch.allclose(torch.cat(dq[::-1], 2), dq_truth, atol=1e-12)
+    check(PathAttention(kernel, Reference(), block_keys=4), score, chunk_tokens)
 
 
 def test_no_score_matrix_grows_with_the_window_cut_row(monkeypatch):

@@ -9,8 +9,10 @@ softmax's denominator, so they only rescale the merged output. No score matrix i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +34,65 @@ class Score:
     window: int | None = None
     sinks: torch.Tensor | None = None
 
+    def cuts(self, span: Span) -> bool:
+        """Whether the window hides a token of its path from some query of the span."""
+        return self.window is not None and self.window < span.position + span.end - span.start
+
+
+class PathKernel(Protocol):
+    """Computes a whole chunk over its paths in few launches, where it can and is meant to (`accepts`).
+
+    Sinks are left to the caller: outputs and log-sum-exps are without them going out, and with them coming back.
+    """
+
+    name: str
+
+    def accepts(self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score) -> bool: ...
+
+    def forward(
+        self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PathAttention.forward`."""
+        ...
+
+    def backward(
+        self,
+        dout_BHCE: torch.Tensor,
+        q_BHCD: torch.Tensor,
+        out_BHCE: torch.Tensor,
+        lse_BHC: torch.Tensor,
+        store: KVStore,
+        chunk: Chunk,
+        score: Score,
+    ) -> torch.Tensor:
+        """As `PathAttention.backward`."""
+        ...
+
+
+Made = TypeVar("Made")
+
+
+class Memo(Generic[Made]):
+    """What a path kernel makes once for a chunk and window, and uses in every layer; the latest ones are kept.
+
+    Args:
+        make: from the chunk, the window and the device.
+    """
+
+    def __init__(self, make: Callable[[Chunk, int | None, torch.device], Made], most: int = 256):
+        self._make = make
+        self._most = most
+        self._made: OrderedDict[tuple[int, int | None, torch.device], tuple[Chunk, Made]] = OrderedDict()
+
+    def __call__(self, chunk: Chunk, window: int | None, device: torch.device) -> Made:
+        key = (id(chunk), window, device)
+        # The chunk is kept beside its tables: while it lives, no other has its id.
+        if key not in self._made:
+            self._made[key] = (chunk, self._make(chunk, window, device))
+            if len(self._made) > self._most:
+                self._made.popitem(last=False)
+        return self._made[key][1]
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -50,7 +111,7 @@ class _Part:
     mask: torch.Tensor | None = None
 
 
-def _cut(ranges: Sequence[tuple[int, int]], drop: int) -> tuple[tuple[int, int], ...]:
+def cut(ranges: Sequence[tuple[int, int]], drop: int) -> tuple[tuple[int, int], ...]:
     """The ranges without their first `drop` columns."""
     kept = []
     for start, end in ranges:
@@ -61,7 +122,7 @@ def _cut(ranges: Sequence[tuple[int, int]], drop: int) -> tuple[tuple[int, int],
     return tuple(kept)
 
 
-def _join(ranges: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
+def join(ranges: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
     """The ranges and [start, end), merged with the last one where they touch."""
     if ranges and ranges[-1][1] == start:
         return (*ranges[:-1], (ranges[-1][0], end))
@@ -93,7 +154,7 @@ def _parts(
     for low in range(0, length, WINDOW_BLOCK):
         high = min(low + WINDOW_BLOCK, length)
         first_seen = max(0, span.position + low - window + 1)
-        columns = _cut(_join(span.past, span.start, span.start + high), first_seen)
+        columns = cut(join(span.past, span.start, span.start + high), first_seen)
         query = torch.arange(span.position + low, span.position + high, device=device)
         key = torch.arange(first_seen, span.position + high, device=device)
         distance = query[:, None] - key[None, :]
@@ -116,12 +177,17 @@ class PathAttention:
         fallback: used where `kernel` lacks softcap.
         block_keys: keys of a block in the backward; bounds the temporaries of a kernel. A forward has none that grow
             with the keys: its blocks are up to four times as long, so that fewer are merged.
+        paths: kernels that compute some chunks as a whole instead; the first that accepts one does.
     """
 
-    def __init__(self, kernel: Kernel, fallback: Kernel, block_keys: int = 8192):
+    def __init__(self, kernel: Kernel, fallback: Kernel, block_keys: int = 8192, paths: Sequence[PathKernel] = ()):
         self.kernel = kernel
         self.fallback = fallback
         self.block_keys = block_keys
+        self.paths = tuple(paths)
+
+    def _whole(self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score) -> PathKernel | None:
+        return next((kernel for kernel in self.paths if kernel.accepts(q_BHCD, store, chunk, score)), None)
 
     def _kernel(self, score: Score) -> Kernel:
         return self.kernel if score.softcap is None or self.kernel.supports_softcap else self.fallback
@@ -130,6 +196,17 @@ class PathAttention:
         self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [1, H, C, E] in the queries' dtype and log-sum-exp [1, H, C] in fp32 (fp64), sinks included."""
+        whole = self._whole(q_BHCD, store, chunk, score)
+        out, lse = (whole.forward if whole else self._forward_blocks)(q_BHCD, store, chunk, score)
+        if score.sinks is not None:
+            total = torch.logaddexp(lse, score.sinks.to(lse.dtype)[None, :, None])
+            out = (out * torch.exp(lse - total)[..., None]).to(out.dtype)
+            lse = total
+        return out, lse
+
+    def _forward_blocks(
+        self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kernel = self._kernel(score)
         wide = torch.promote_types(q_BHCD.dtype, torch.float32)
         q_BHCD = kernel.arrange(q_BHCD)
@@ -159,10 +236,6 @@ class PathAttention:
                 out[:, :, part.queries] = o
                 lse[:, :, part.queries] = l
         assert out is not None and lse is not None
-        if score.sinks is not None:
-            total = torch.logaddexp(lse, score.sinks.to(lse.dtype)[None, :, None])
-            out = (out * torch.exp(lse - total)[..., None]).to(out.dtype)
-            lse = total
         return out, lse
 
     def backward(
@@ -176,6 +249,8 @@ class PathAttention:
         score: Score,
     ) -> torch.Tensor:
         """dQ [1, H, C, D]; the store's accumulators receive dK and dV of everything that the chunk read."""
+        if whole := self._whole(q_BHCD, store, chunk, score):
+            return whole.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, store, chunk, score)
         kernel = self._kernel(score)
         dout_BHCE, q_BHCD, out_BHCE = (kernel.arrange(x) for x in (dout_BHCE, q_BHCD, out_BHCE))
         dq: torch.Tensor | None = None

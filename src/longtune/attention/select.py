@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
-from longtune.attention.path import PathAttention
+from longtune.attention.path import PathAttention, PathKernel
+from longtune.attention.varlen import VarlenFlash
 
 KERNELS: dict[str, type] = {
     "reference": Reference,
@@ -45,4 +46,10 @@ def choose(device: torch.device, dtype: torch.dtype) -> Choice:
 def path_attention(device: torch.device, dtype: torch.dtype, name: str | None = None) -> tuple[PathAttention, Choice]:
     """The attention for a device and dtype; `name` overrules the choice."""
     choice = Choice(name, "asked for") if name else choose(device, dtype)
-    return PathAttention(KERNELS[choice.name](), Reference()), choice
+    return PathAttention(KERNELS[choice.name](), Reference(), paths=path_kernels(choice.name)), choice
+
+
+def path_kernels(name: str) -> list[PathKernel]:
+    """The kernels that take a chunk's paths as a whole, beside the block kernel of a name: where rows are short or a
+    window cuts them."""
+    return [VarlenFlash()] if name in ("cuda-flash", "cudnn") else []

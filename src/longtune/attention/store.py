@@ -73,6 +73,19 @@ class KVStore:
         self._dk[:, start:end] += dk_BHSD.transpose(1, 2)
         self._dv[:, start:end] += dv_BHSD.transpose(1, 2)
 
+    def accumulate_at(self, columns_N: torch.Tensor, dk_NKD: torch.Tensor, dv_NKE: torch.Tensor) -> None:
+        """Add gradients of some columns, int64 [N], no column twice."""
+        dk, dv = self.accumulators
+        dk[0].index_add_(0, columns_N, dk_NKD.to(dk.dtype))
+        dv[0].index_add_(0, columns_N, dv_NKE.to(dv.dtype))
+
+    @property
+    def accumulators(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of all keys and values, each [1, T, heads, width], fp32 (fp64 for fp64 keys)."""
+        self.open_gradients()
+        assert self._dk is not None and self._dv is not None
+        return self._dk, self._dv
+
     def gradients(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulated dK and dV of a chunk, in the accumulators' dtype, each [1, heads, C, width]."""
         self.open_gradients()
