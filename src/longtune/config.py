@@ -270,6 +270,8 @@ class RunConfig(_Section):
     """Start from an adapter's weights."""
     prompt_sharing: Annotated[Literal["tree", "off"], BeforeValidator(_off)] = "tree"
     """Answers to one prompt share its tokens (tree), or each has its own copy (off)."""
+    quantise_on_load: Literal["nf4", "int8"] | None = None
+    """Store a plain model's weights in 4 or 8 bits while it is loaded (bitsandbytes): nf4 | int8."""
     trust_remote_code: bool = False
     """Run code that comes with a hub model."""
 

@@ -64,7 +64,11 @@ def _chat(
 
     config = target.config
     loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        quantise=config.quantise_on_load,
     )
     speaker = _Speaker(loaded, target.adapter, config.chat_template_kwargs, asked)
     if prompt is None:

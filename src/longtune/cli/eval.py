@@ -62,7 +62,11 @@ def _eval(
     resolve(source)
     plan, _ = choose_plan(config.memory, choose_device(config.device))
     loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        quantise=config.quantise_on_load,
     )
     dataset = load_data(config, source, loaded)
     for line in dataset.report.lines():

@@ -31,6 +31,10 @@ from transformers.utils import logging as transformers_logging
 
 from longtune.errors import Problem, UserError
 from longtune.model.embedded import EMBEDDED, embedded_folder
+from longtune.model.packed.checkpoint import is_mlx
+from longtune.model.packed.gguf import remember_gguf_bits
+from longtune.model.packed.loader import load_packed
+from longtune.model.packed.onload import check_way, quantising, settle
 
 Source = Literal["embedded", "folder", "gguf", "hub"]
 
@@ -59,7 +63,14 @@ class Loaded:
     dtype_reason: str
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Loaded:
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    quantise: str | None = None,
+) -> Loaded:
     """Load a causal LM with its tokenizer.
 
     Args:
@@ -67,6 +78,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", trust_re
         dtype: auto, float32, bfloat16 or float16. Quantised weights keep their own storage.
         device: auto (CUDA, else MPS, else the CPU) or what `torch.device` takes.
         trust_remote_code: run Python code that comes with the model.
+        quantise: store the weights of a plain model in fewer bits (see `packed.onload.WAYS`); None leaves them as
+            they are.
 
     Raises:
         UserError: anything about the name, the files, the dtype or the device that the user must change.
@@ -75,11 +88,20 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", trust_re
     torch_dtype, reason = choose_dtype(dtype, target)
     with _quiet():
         source, path = _resolve(name)
+        packed = path is not None and path.is_dir() and is_mlx(path)
+        if quantise is not None:
+            check_way(quantise, f"model: {name}", packed=packed, gguf=source == "gguf")
         if source == "gguf":
             assert path is not None
             model, tokenizer = load_gguf(path, torch_dtype)
+        elif packed:
+            assert path is not None
+            model = load_packed(path, torch_dtype, target)
+            tokenizer = _load_tokenizer(
+                str(path), f"model: {name}", {"local_files_only": True, "trust_remote_code": trust_remote_code}
+            )
         else:
-            model, tokenizer = _load_pretrained(name, path, torch_dtype, target, trust_remote_code)
+            model, tokenizer = _load_pretrained(name, path, torch_dtype, target, trust_remote_code, quantise)
     if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
         model.to(target)  # pyright: ignore[reportArgumentType]
     model.requires_grad_(False)
@@ -232,7 +254,12 @@ def _check_folder(folder: Path, place: str) -> None:
 
 
 def _load_pretrained(
-    name: str, path: Path | None, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    name: str,
+    path: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    quantise: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer through transformers; `path` is None for a hub name."""
     place = f"model: {name}"
@@ -242,7 +269,9 @@ def _load_pretrained(
         config = AutoConfig.from_pretrained(where, **common)
         _check_architecture(config, place, trust_remote_code)
         tokenizer = _load_tokenizer(where, place, common)
-        if device.type != "cpu":
+        if quantise is not None:
+            common |= quantising(quantise, dtype, getattr(config, "quantization_config", None), place)
+        if device.type != "cpu" or quantise is not None:
             common["device_map"] = {"": device}
         model, report = cast(
             tuple[PreTrainedModel, dict[str, Any]],
@@ -254,6 +283,7 @@ def _load_pretrained(
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(_explain(error, place, path, trust_remote_code)) from error
+    settle(model)
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(Problem(place, f"the weights lack {shown}", "the files are not whole, or not of this config"))
@@ -346,6 +376,7 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+        remember_gguf_bits(model, file, model.config.get_text_config().num_hidden_layers)
     except ImportError as error:
         raise UserError(Problem(place, f"GGUF needs a package ({_first_line(error)})", "pip install gguf")) from error
     except (OSError, ValueError, LookupError, RuntimeError, struct.error) as error:

@@ -221,7 +221,9 @@ class Stack:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the residual stream: that of the embeddings."""
-        return cast(Any, self.model.get_input_embeddings()).weight.dtype
+        embedding = cast(Any, self.model.get_input_embeddings())
+        # What a packed embedding stores is no dtype to compute in.
+        return getattr(embedding, "compute_dtype", embedding.weight.dtype)
 
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:

@@ -24,7 +24,7 @@ AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_SHAPES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """Bits and group size: a float mode has one of each."""
 
-_NVFP4_RANGE = 448.0 * 6.0
+NVFP4_RANGE = 448.0 * 6.0
 """Largest E4M3 scale times largest E2M1 value: what nvfp4's global scale is counted in."""
 
 BLOCK = 1 << 22
@@ -150,7 +150,7 @@ def group_scales(format: Format, scales: torch.Tensor, global_scale: torch.Tenso
     wide = scale_table(format.mode).to(scales.device)[scales.int()]
     if global_scale is None:
         return wide
-    return wide * (global_scale.float() / _NVFP4_RANGE).reshape(-1, 1)
+    return wide * (global_scale.float() / NVFP4_RANGE).reshape(-1, 1)
 
 
 def dequantise_reference(

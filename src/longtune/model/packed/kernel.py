@@ -23,6 +23,8 @@ def dequantise_rows(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Fill `out` [R, C]; arguments as for `formats.dequantise_reference`."""
+    if out.is_meta:
+        return out  # No values: a plan is being made.
     if out.numel() and uses_triton(out):
         from longtune.model.packed.triton_kernel import dequantise_triton
 

@@ -263,12 +263,12 @@ class ExpertMatrix:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
-        kwargs = kwargs or {}
+        given: list[Any] = [*args, *(kwargs or {}).values(), None]
         if func is F.linear:
-            x, matrix, bias = (*args, *[kwargs[k] for k in ("weight", "bias") if k in kwargs], None)[:3]
+            x, matrix, bias = given[:3]
             wants = False
         elif func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            (x, matrix), bias, wants = args, None, True
+            x, matrix, bias, wants = given[0], given[1], None, True
         else:
             raise NotImplementedError(f"{getattr(func, '__name__', func)} of packed experts")
         if not isinstance(matrix, ExpertMatrix) or matrix.experts.transposed is not wants:
@@ -290,9 +290,8 @@ def frozen_linear(
     Returns:
         [..., out] in the dtype of x (that of autocast, where it is on).
     """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     return cast(torch.Tensor, _FrozenLinear.apply(x, bias, numbers))
 
 
@@ -301,14 +300,12 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, numbers: Any) -> torch.Tensor:
         ctx.numbers = numbers
         ctx.bias_dtype = None if bias is None else bias.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, numbers(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, numbers(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        with torch.autocast(dy.device.type, enabled=False):
-            dx = dy @ ctx.numbers(dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dy @ ctx.numbers(dy.dtype) if ctx.needs_input_grad[0] else None
         dbias = None
         if ctx.needs_input_grad[1]:
             dbias = dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(ctx.bias_dtype)

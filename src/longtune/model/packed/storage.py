@@ -7,6 +7,7 @@ as what its tensors are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -145,7 +146,15 @@ def _dequantise_nf4(weight: torch.Tensor) -> torch.Tensor:
     state = getattr(weight, "quant_state", None)
     if state is None:
         raise ValueError("a 4-bit weight has no quantisation state yet: move it to its device first")
-    return bnb.dequantize_4bit(weight.data, state)
+    data = weight.data
+    if getattr(state, "packing_format_for_cpu", False):
+        # Laid out for a CPU kernel: codes back in their order, scales as that kernel uses them.
+        state = copy.copy(state)
+        scales = state.absmax.t().float().reshape(-1).contiguous()
+        state.original_nested = False
+        data, state = bnb._convert_weight_packed_for_cpu_inverse(data, state)
+        state.absmax = scales
+    return bnb.dequantize_4bit(data, state)
 
 
 def _dequantise_int8(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from longtune.model.packed.formats import _NVFP4_RANGE, Format
+from longtune.model.packed.formats import NVFP4_RANGE, Format
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def _dequantise(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RANGE: tl.constexpr,
+    MASK: tl.constexpr,
 ):
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
@@ -51,7 +52,7 @@ def _dequantise(
         # A shift by 32 means nothing: numbers that don't straddle shift their zeros by one.
         left = tl.where(over, 32 - shift, 1).to(tl.uint32)
         code = code | (tl.load(at + 1, mask=over, other=0).to(tl.uint32, bitcast=True) << left)
-    code = (code & ((1 << BITS) - 1)).to(tl.int32)
+    code = (code & MASK).to(tl.int32)
     group = row * row_groups + column // group_size
     scale = tl.load(scales + group, mask=mask, other=0)
     if TABLES:
@@ -113,7 +114,8 @@ def dequantise_triton(
         HAS_BIAS=biases is not None,
         BLOCK_R=tall,
         BLOCK_C=wide,
-        RANGE=_NVFP4_RANGE,
-        enable_fp_fusion=False,
+        RANGE=NVFP4_RANGE,
+        MASK=(1 << format.bits) - 1,
+        enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
     )
     return out
