@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from longtune.cli import chat, check, demo, doctor, eval, export, init, train, watch
+from longtune.cli import chat, check, demo, doctor, eval, export, init, report, train, watch
 
 # Plain help: boxes would not leave room for a verb's options on one screen.
 app = typer.Typer(
@@ -24,6 +24,7 @@ for verb in (
     check.check,
     train.train,
     watch.watch,
+    report.report,
     eval.eval_,
     chat.chat,
     export.export,

@@ -26,6 +26,7 @@ class Chart:
         train, validation: metrics of those events that are drawn.
         smoothed: whether the train curve is noise around what matters.
         pairs_only: only runs on pairs of answers have it.
+        unit: what round numbers on its axis are multiples of.
         told: a value in few characters.
     """
 
@@ -35,6 +36,7 @@ class Chart:
     validation: tuple[str, ...] = ()
     smoothed: bool = False
     pairs_only: bool = False
+    unit: float = 1.0
     told: Callable[[float], str] = lambda value: number(value, 4)
 
 
@@ -45,7 +47,7 @@ CHARTS = (
     Chart("learning_rate", "learning rate", ("learning_rate",), told=lambda value: f"{value:.2e}"),
     Chart("grad_norm", "gradient norm", ("grad_norm",), smoothed=True),
     Chart("tokens_per_second", "tokens/s", ("tokens_per_second",), told=_speed),
-    Chart("memory", "memory", ("peak_bytes", "active_bytes"), told=_bytes),
+    Chart("memory", "memory", ("peak_bytes", "active_bytes"), unit=2.0**30, told=_bytes),
 )
 
 

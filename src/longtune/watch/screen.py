@@ -217,7 +217,7 @@ def _chart(run: WatchedRun, chart: Chart, options: Options, width: int, height: 
             level = np.full(1, float(run.surroundings.predicted_peak))
             curves.append(Curve(state.train.steps()[:1], level, "red", "level"))
             legend.append("  - planned", "red")
-        curves = [Curve(c.steps, c.values / 2**30, c.style, c.form, c.letter) for c in curves]
+        curves = [Curve(c.steps, c.values / chart.unit, c.style, c.form, c.letter) for c in curves]
         legend.append(", GiB", "dim")
     log = options.log and main
     if log:
@@ -265,10 +265,9 @@ def _comparison(runs: Sequence[WatchedRun], options: Options, width: int, height
     ][: max(0, min(4, height - len(table) - 8))]
     curves = []
     points = max(8, width - 10) * (1 if options.ascii_only else 2)
-    scale = 2**30 if chart.key == "memory" else 1
     for index, run in enumerate(runs):
         found = run.state.train.buckets(chart.train[0], points)
-        values = smooth(found.mean, options.smoothing if chart.smoothed else 0.0) / scale
+        values = smooth(found.mean, options.smoothing if chart.smoothed else 0.0) / chart.unit
         mark = letter(index) if options.mono or options.ascii_only else ""
         curves.append(Curve(found.step, values, colour(index), "line", mark))
     smoothed = f", smoothed {options.smoothing:g}" if options.smoothing and chart.smoothed else ""

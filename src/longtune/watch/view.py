@@ -83,6 +83,9 @@ def event_lines(event: dict[str, Any]) -> list[str]:
                 f"({event['rows']:,} rows, {event['trained_tokens']:,} trained tokens, {duration(event['seconds'])})"
             )
         ]
+    if kind == "samples":
+        count = len(event["items"])
+        return [f"step {event['step']}  answered {count} sample prompt{'s' if count != 1 else ''}"]
     if kind == "checkpoint":
         return [f"step {event['step']}  saved {event['path']}"]
     if kind == "warning":

@@ -10,7 +10,7 @@ const CHARTS = [
   { key: "learning_rate", title: "Learning rate", train: ["learning_rate"], told: (value) => value.toExponential(1) },
   { key: "grad_norm", title: "Gradient norm", train: ["grad_norm"], smoothed: true },
   { key: "tokens_per_second", title: "Tokens per second", train: ["tokens_per_second"], told: (value) => Math.round(value).toLocaleString("en") },
-  { key: "memory", title: "Memory", train: ["peak_bytes", "active_bytes"], told: size },
+  { key: "memory", title: "Memory", train: ["peak_bytes", "active_bytes"], unit: 2 ** 30, told: size },
   { key: "seconds", title: "Seconds per step", train: ["seconds"], smoothed: true },
 ];
 const KNOWN = new Set([...CHARTS.flatMap((chart) => chart.train), "step", "t", "tokens", "trained_tokens", "pairs", "correct", "rows", "skipped"]);
@@ -64,7 +64,7 @@ export class Charts {
       if (!plot) {
         const place = el("div", { "data-chart": chart.key });
         this.grid.append(place);
-        plot = new Plot(place, { title: chart.title, told: chart.told ?? ((value) => number(value)), large: chart.large, onZoom: (range) => this.zoom(range) });
+        plot = new Plot(place, { title: chart.title, told: chart.told ?? ((value) => number(value)), unit: chart.unit, large: chart.large, onZoom: (range) => this.zoom(range) });
         this.plots.set(chart.key, plot);
       }
       plot.set(curves, this.options);

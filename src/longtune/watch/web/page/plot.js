@@ -41,9 +41,11 @@ function logTicks(low, high) {
 
 export class Plot {
   // box: the element that is filled. title: its heading. told(value): a value as text.
+  // unit: what round numbers on the vertical axis are multiples of.
   // onZoom(range or null): a person chose [first, last], or all.
-  constructor(box, { title, told = (value) => value.toPrecision(4), large = false, onZoom = () => {} }) {
+  constructor(box, { title, told = (value) => value.toPrecision(4), unit = 1, large = false, onZoom = () => {} }) {
     this.told = told;
+    this.unit = unit;
     this.title = title;
     this.onZoom = onZoom;
     this.series = [];
@@ -160,7 +162,8 @@ export class Plot {
     pen.lineWidth = 1;
     pen.textBaseline = "middle";
     pen.textAlign = "right";
-    const rows = this.options.log ? logTicks(low, high) : ticks(low, high, Math.max(3, area.height / 40));
+    const linear = () => ticks(low / this.unit, high / this.unit, Math.max(3, area.height / 40)).map((value) => value * this.unit);
+    const rows = this.options.log ? logTicks(low, high) : linear();
     for (const value of rows) {
       const y = Math.round(this.scaleY(value)) + 0.5;
       pen.strokeStyle = this.colour("line");
@@ -194,17 +197,19 @@ export class Plot {
       });
       return;
     }
-    if (one.weight || one.low) {
-      pen.globalAlpha = 0.35;
+    pen.globalAlpha = 0.35;
+    if (one.low) {
       pen.lineWidth = Math.max(1, Math.min(3, this.area.width / Math.max(1, one.step.length)));
       one.step.forEach((step, index) => {
         if (one.bottom[index] === null || one.top[index] === null) return;
-        const x = this.scaleX(step), a = this.scaleY(one.top[index]), b = this.scaleY(one.bottom[index]);
-        if (b - a < 2) pen.fillRect(x - 1, a - 1, 2, 2);
-        else { pen.beginPath(); pen.moveTo(x, a); pen.lineTo(x, b); pen.stroke(); }
+        const x = this.scaleX(step), top = this.scaleY(one.top[index]), bottom = this.scaleY(one.bottom[index]);
+        pen.beginPath(); pen.moveTo(x, Math.min(top, bottom - 1)); pen.lineTo(x, bottom); pen.stroke();
       });
-      pen.globalAlpha = 1;
+    } else if (one.weight) {
+      pen.lineWidth = 1;
+      this.path(pen, one.step, one.plain);
     }
+    pen.globalAlpha = 1;
     pen.lineWidth = 1.8;
     pen.lineJoin = "round";
     this.path(pen, one.step, one.line);

@@ -1,0 +1,65 @@
+"""`longtune report`: a run as one HTML file and a picture, to keep or to send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, run
+
+
+def report(
+    folder: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; the newest by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The HTML file; default: report.html in the run's folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's curves, plan, samples and config as one HTML file, and a PNG beside it.
+
+    \b
+    longtune report runs/a
+    longtune report runs/a --out a.html
+
+    The page needs no server and no script, and loads nothing from elsewhere.
+    """
+    run(lambda: _report(folder, out), as_json)
+
+
+def _report(folder: Path | None, out: Path | None) -> dict[str, Any]:
+    from longtune.errors import Problem, UserError
+    from longtune.watch.report import page
+    from longtune.watch.runs import WatchedRun, choose_runs
+
+    found = choose_runs([folder] if folder else [])[0]
+    target = out or found / "report.html"
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UserError(Problem(str(target), "a report is an HTML file", f"--out {target.with_suffix('.html')}"))
+    watched = WatchedRun(found)
+    watched.refresh()
+    picture = target.with_suffix(".png")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        temporary.write_text(page(watched), encoding="utf-8")
+        temporary.replace(target)
+        written = _draw(watched, picture)
+    except OSError as error:
+        reason = f"can't be written: {error.strerror or error}"
+        raise UserError(Problem(str(target), reason, "name another file: --out FILE.html")) from None
+    print(target)
+    if written:
+        print(picture)
+    else:
+        print("no PNG: matplotlib is missing (pip install 'longtune[report]')")
+    return {"run": str(found), "html": str(target), "png": str(picture) if written else None}
+
+
+def _draw(watched: Any, picture: Path) -> bool:
+    from longtune.watch.picture import draw
+
+    try:
+        draw(watched, picture)
+    except ImportError:
+        return False
+    return True
