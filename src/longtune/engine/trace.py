@@ -15,7 +15,6 @@ import copy
 import sys
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +22,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import longtune
 from longtune.engine.boundary import Store
 from longtune.engine.engine import Engine
 from longtune.engine.plan import Plan
 from longtune.engine.workspace import Work, temporaries, work_of
-from longtune.head.heads import Chunked, ModelHead, make_head
+from longtune.head.form import read_form
+from longtune.head.fused import FusedChunked
+from longtune.head.heads import Chunked, Head, ModelHead, make_head
 from longtune.objective.base import Outcome
 from longtune.tree import Forest
 
@@ -76,14 +78,16 @@ class Meter(TorchDispatchMode):
     Args:
         grain: sizes are rounded up to this (512 is that of CUDA's allocator).
         kernels: the device type that is stood for; decides what kernels take inside.
+        shapes: results known from earlier meters of the same model.
 
     Attributes:
         slots: the walk's stretches so far.
         away: most bytes off the device so far, by where ("host", "disk").
     """
 
-    def __init__(self, grain: int, kernels: str):
+    def __init__(self, grain: int, kernels: str, shapes: dict[Any, Any]):
         super().__init__()
+        self._shapes = shapes
         self.grain, self.kernels = grain, kernels
         self.slots: list[Slot] = [Slot("rest")]
         self.away: Bytes = {}
@@ -186,21 +190,50 @@ class Meter(TorchDispatchMode):
             found = self._value(name, args, kwargs)
             if found is not None:
                 return found
-        out = func(*args, **kwargs)
         if func.is_view:
-            return out
+            return func(*args, **kwargs)
+        out, cost = self._made(func, name, args, kwargs)
+        if isinstance(out, torch.Tensor):
+            if not out.is_meta:
+                return out
+            self._born(out)
+            if name == "all":
+                self._true.add(out.untyped_storage())
+        elif isinstance(out, (tuple, list)):
+            for x in out:
+                if isinstance(x, torch.Tensor) and x.is_meta:
+                    self._born(x)
+        extra, work = cost
+        if extra:
+            self._note(extra)
+        self.slots[-1].work.add(work)
+        return out
+
+    def _made(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, tuple[int, Work]]:
+        """What an operation returns, and what it takes. Cells repeat, and torch is slow with shapes: both are remembered."""
+        key = (func, _spec(args), _spec(tuple(kwargs.items())))
+        try:
+            known = self._shapes.get(key)
+        except TypeError:  # An argument that can't be hashed.
+            key = known = None
+        if known is None:
+            out = func(*args, **kwargs)
+            cost = self._cost(name, args, kwargs, out)
+            if key is not None:
+                recipe = "same" if name.endswith("_") and out is args[0] else _recipe(out, args)
+                self._shapes[key] = (recipe, cost)
+            return out, cost
+        recipe, cost = known
+        if recipe == "same":
+            return args[0], cost
+        return (func(*args, **kwargs) if recipe is None else _cooked(recipe)), cost
+
+    def _cost(self, name: str, args: Any, kwargs: Any, out: Any) -> tuple[int, Work]:
         outs = (out,) if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ()
         meta = [x for x in outs if isinstance(x, torch.Tensor) and x.is_meta]
-        for tensor in meta:
-            self._born(tensor)
-        if meta:
-            if name == "all":
-                self._true.add(meta[0].untyped_storage())
-            extra = temporaries(self.kernels, name, args, kwargs, meta)
-            if extra:
-                self._note(extra)
-            self.slots[-1].work.add(work_of(name, args, kwargs, meta))
-        return out
+        if not meta:
+            return 0, Work()
+        return temporaries(self.kernels, name, args, kwargs, meta), work_of(name, args, kwargs, meta)
 
     def _value(self, name: str, args: Any, kwargs: Any) -> Any:
         """Something in place of values that are not there."""
@@ -227,6 +260,35 @@ class Meter(TorchDispatchMode):
         index = torch.empty(count, tensor.ndim, dtype=torch.int64, device="meta")
         self._born(index)
         return index
+
+
+def _spec(x: Any) -> Any:
+    """What of an argument decides the shape of a result."""
+    if isinstance(x, torch.Tensor):
+        return (x.device.type, x.dtype, x.shape, x.stride()) if x.is_meta or x.ndim == 0 else [x]
+    if isinstance(x, (list, tuple)):
+        return tuple(_spec(y) for y in x)
+    return (type(x), x)
+
+
+def _recipe(out: Any, args: Any) -> Any:
+    """How to make a result again; None if it must be asked for each time (it isn't new, or isn't on the device)."""
+    if isinstance(out, torch.Tensor):
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        if not out.is_meta or out.untyped_storage()._cdata in inputs or out.storage_offset():
+            return None
+        return (out.shape, out.stride(), out.dtype)
+    if isinstance(out, (list, tuple)):
+        made = [_recipe(x, args) if isinstance(x, torch.Tensor) else ("constant", x) for x in out]
+        return None if None in made else [type(out), *made]
+    return None
+
+
+def _cooked(recipe: Any) -> Any:
+    if isinstance(recipe, list):
+        return recipe[0](x[1] if x[0] == "constant" else _cooked(x) for x in recipe[1:])
+    shape, stride, dtype = recipe
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 _VALUES = {"_to_copy", "copy_", "_local_scalar_dense", "nonzero"}
@@ -287,16 +349,20 @@ class TraceStore:
 
     def take(self, key: Hashable) -> torch.Tensor:
         tensor = self.read(key)
-        del self._kept[key]
+        self.drop(key)
         if self.kind == "device":
             self.meter.reclassify(tensor, "flow")
-        else:
-            self._move(tensor, -1)
         return tensor
 
+    def drop(self, key: Hashable) -> None:
+        self._coming.pop(key, None)
+        kept = self._kept.pop(key)
+        if self.kind != "device":
+            self._move(kept, -1)
+
     def clear(self) -> None:
-        self._kept.clear()
-        self._coming.clear()
+        for key in list(self._kept):
+            self.drop(key)
 
     def section(self) -> TraceStore:
         other = TraceStore(self.meter, self.kind, self.overlaps)
@@ -311,6 +377,12 @@ class TraceStore:
 class _Shape:
     shape: torch.Size
     dtype: torch.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
 
 
 class _AnyObjective:
@@ -364,19 +436,38 @@ class Ghost:
         self.device = device
         self.grain = 512 if device == "cuda" else 64
         self.model = model if next(model.parameters()).is_meta else ghost_of(model)
-        with _no_values(Meter(self.grain, device)):
+        self._shapes: dict[Any, Any] = {}
+        with Meter(self.grain, device, self._shapes):
             self.engine = Engine(self.model, Plan(), attention=attention)
-        self._model_head = isinstance(self.engine.head, ModelHead)
+        self._head_kind = "fused" if device == "cuda" else "chunked"
         if like is not None:
             self.engine.unchunkable = like.unchunkable
-            self._model_head = isinstance(like.head, ModelHead)
+            kinds = {ModelHead: "model", Chunked: "chunked"}
+            self._head_kind = kinds.get(type(like.head), "fused")  # pyright: ignore[reportArgumentType]
 
     def close(self) -> None:
         self.engine.close()
 
+    def sibling(self, model: nn.Module) -> Ghost:
+        """A ghost of another model on the meta device, told the same of device and head."""
+        other = Ghost(model, self.engine.attention_choice.name, self.device)
+        other._shapes, other._head_kind = self._shapes, self._head_kind
+        other.engine.port.attention = self.engine.port.attention
+        other.engine.unchunkable = self.engine.unchunkable
+        return other
+
     @property
     def layers(self) -> int:
         return len(self.engine.stack.layers)
+
+    def _head(self, chunk: int | None) -> Head:
+        stack = self.engine.stack
+        if self._head_kind == "model":
+            return ModelHead(stack, chunk)
+        if self._head_kind == "fused":
+            form = read_form(stack, trained=True, packed=True)
+            return ModelHead(stack, chunk) if form is None else FusedChunked(form, chunk)
+        return make_head(stack, chunk)
 
     def trace(self, plan: Plan, forest: Forest, one_pass: bool = True) -> Traced:
         """Walk a row by a plan.
@@ -384,14 +475,14 @@ class Ghost:
         Args:
             one_pass: the objective's cotangents are known before its log-probs.
         """
-        meter = Meter(self.grain, self.device)
+        meter = Meter(self.grain, self.device, self._shapes)
         engine, stack = self.engine, self.engine.stack
         engine.plan = plan
-        engine.head = (
-            ModelHead(stack, plan.head_chunk) if self._model_head else make_head(stack, plan.head_chunk)
-        )
+        engine.head = self._head(plan.head_chunk)
         overlaps = self.device == "cuda"
         engine.boundaries = cast(Store, TraceStore(meter, plan.boundary_store, overlaps))
+        moves = plan.boundary_store == "disk"
+        engine.moving = cast(Store, TraceStore(meter, "host", overlaps)) if moves else engine.boundaries
         engine.on_phase = meter.end_phase
         survivors = "kept" if plan.keep == "everything" else "flow"
         originals = stack.layer, stack.prologue, stack.epilogue
@@ -412,7 +503,7 @@ class Ghost:
 
         cast(Any, stack).layer, cast(Any, stack).prologue, cast(Any, stack).epilogue = layer, prologue, epilogue
         try:
-            with _no_values(meter):
+            with meter:
                 engine.accumulate(forest, cast(Any, _AnyObjective(one_pass)), {})
                 meter.end_phase("deliver", None)
         finally:
@@ -422,12 +513,6 @@ class Ghost:
             for parameter in self.model.parameters():
                 parameter.grad = None
         return Traced(tuple(meter.slots), dict(meter.away))
-
-
-@contextmanager
-def _no_values(meter: Meter) -> Iterator[None]:
-    with meter:
-        yield
 
 
 def ghost_of(model: nn.Module) -> nn.Module:
@@ -443,8 +528,6 @@ def ghost_of(model: nn.Module) -> nn.Module:
                     memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 else:
                     memo[id(tensor)] = empty
-    hidden = model.__dict__.get("forward")
-    del hidden
     return copy.deepcopy(model, memo)
 
 
@@ -455,6 +538,3 @@ def stored_bytes(tensors: Iterator[torch.Tensor] | list[torch.Tensor], grain: in
         storage = tensor.untyped_storage()
         storages[storage._cdata] = -(-storage.nbytes() // grain) * grain
     return sum(storages.values())
-
-
-__all__ = ["CLASSES", "Chunked", "Ghost", "Meter", "Slot", "TraceStore", "Traced", "ghost_of", "stored_bytes"]

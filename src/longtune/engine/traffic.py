@@ -39,7 +39,8 @@ class Traffic:
         moving: the store for the flow where it leaves the device.
         chunks: number of chunks.
         firsts: the first layer of each segment; their inputs are the boundaries.
-        whole: the first layer of which everything is kept; the flow stays on the device from there on.
+        whole: the first layer of which everything is kept; the flow stays on the device from there on. Above the
+            last level, if there is no such layer: the flow behind the last layer moves too.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Traffic:
         """Tensors that only one layer gets (per-layer inputs) leave the device; what all layers share stays."""
 
         def same(x: torch.Tensor) -> Hashable:
-            return x.data_ptr(), x.shape, x.stride()
+            return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
         flat = [tree_flatten((call.args, call.kwargs)) for call in calls]
         uses = Counter(same(x) for leaves, _ in flat for x in leaves if isinstance(x, torch.Tensor))

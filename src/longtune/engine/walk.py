@@ -79,7 +79,8 @@ class Walk:
         self._segments = [range(i, min(i + step, self._whole)) for i in range(self.lowest, self._whole, step)]
         # All that a walk keeps is its own: another one may begin before this one goes back.
         firsts = [segment[0] for segment in self._segments]
-        self._traffic = Traffic(self.plan, engine.boundaries, engine.moving, len(self.chunks), firsts, self._whole)
+        near = self._whole if self._whole < self._count else self._count + 1
+        self._traffic = Traffic(self.plan, engine.boundaries, engine.moving, len(self.chunks), firsts, near)
         kind = device.type
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         self._autocast = torch.get_autocast_dtype(kind) if on else None

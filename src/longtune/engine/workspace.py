@@ -6,7 +6,6 @@ listed here, from torch's sources: one rule for each operation. Work is counted 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,7 @@ class Work:
     """What a stretch of a walk computes.
 
     Attributes:
-        products: (floating-point operations, bytes) of matrix products, added up by size class: large ones are bound
-            by arithmetic, thin ones by memory.
+        products: floating-point operations of matrix products that arithmetic bounds.
         thin_bytes: bytes read and written by matrix products that memory bounds.
         moved: bytes read and written by everything else on the device.
         forward, backward: query-key pairs x heads x (key + value width) of attention.
@@ -43,6 +41,9 @@ class Work:
 
     def scaled(self, factor: float) -> Work:
         return Work(*(getattr(self, name) * factor for name in FIELDS))
+
+    def __add__(self, other: Work) -> Work:
+        return self.plus(other)
 
     def plus(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
@@ -73,25 +74,29 @@ def temporaries(kind: str, name: str, args: Any, kwargs: Any, outs: list[torch.T
     if name == "logsumexp":
         return _size(args[0])  # exp(x - max)
     if name == "_flash_attention_backward":
-        # dQ is summed in fp32 and the row sums of dO * O are kept, in rows rounded to 128; under grouped heads, dK
-        # and dV are made for every query head and then added up.
-        dout, q, k, v = args[:4]
-        B, S, H, D = q.shape
-        rows, width = -(-S // 128) * 128, -(-D // 32) * 32
-        extra = B * H * rows * (width + 1) * 4
-        if k.shape[2] != H:
-            extra += 2 * B * k.shape[1] * H * D * k.element_size()
-        return extra
+        _dout, q, k, _v = args[:4]
+        sequences = args[6].numel() - 1 if isinstance(args[6], torch.Tensor) else q.shape[0]
+        return _flash_backward(q.shape[:-2].numel(), k.shape[:-2].numel(), sequences, q, k)
     if name == "_scaled_dot_product_cudnn_attention_backward":
-        dout, q, k, v = args[:4]
-        B, H, S, D = q.shape
-        return B * H * S * (D + 1) * 4 + (2 * B * H * k.shape[2] * D * k.element_size() if k.shape[1] != H else 0)
-    if kind == "cpu":
-        if name == "_scaled_dot_product_flash_attention_for_cpu_backward" and args[1].element_size() == 2:
-            return 0
-        if name in ("scatter_add_", "index_add_", "index_put_"):
-            return 0
+        _dout, q, k, _v = args[:4]
+        return _cudnn_backward(q, k)
     return 0
+
+
+def _flash_backward(queries: int, keys: int, sequences: int, q: torch.Tensor, k: torch.Tensor) -> int:
+    """FlashAttention-2: dQ is summed in fp32 and the row sums of dO * O are kept, in rows rounded up to 128; under grouped
+    heads dK and dV are made for every query head and then added up."""
+    heads, width = q.shape[-2], -(-q.shape[-1] // 32) * 32
+    rows = -(-queries // 128) * 128 + (128 * sequences if sequences > 1 else 0)
+    grouped = 2 * keys * heads * q.shape[-1] * k.element_size() if k.shape[-2] != heads else 0
+    return heads * rows * (width + 1) * 4 + grouped
+
+
+def _cudnn_backward(q: torch.Tensor, k: torch.Tensor) -> int:
+    """cuDNN: the same, without the rounding."""
+    B, H, S, D = q.shape
+    grouped = 2 * B * H * k.shape[2] * D * k.element_size() if k.shape[1] != H else 0
+    return B * H * S * (D + 1) * 4 + grouped
 
 
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1)}
@@ -104,8 +109,8 @@ def work_of(name: str, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Work
         return Work()
     if name in _PRODUCTS:
         a, b = (args[i] for i in _PRODUCTS[name])
-        flops = 2.0 * a.numel() * (b.shape[-1] if name != "_grouped_mm" or b.ndim < 3 else b.shape[-1])
-        moved = float(_size(a) + (_size(b) if name != "_grouped_mm" else _size(b)) + _size(outs[0]))
+        flops = 2.0 * a.numel() * b.shape[-1]
+        moved = float(_size(a) + _size(b) + _size(outs[0]))
         if flops < _THIN * moved:
             return Work(thin_bytes=moved, launches=1)
         return Work(products=flops, launches=1)
@@ -114,20 +119,32 @@ def work_of(name: str, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Work
     return Work(moved=float(sum(_size(x) for x in _tensors(args)) + sum(_size(x) for x in outs)), launches=1)
 
 
+_CAUSAL = {
+    "_flash_attention_forward": 8,
+    "_flash_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+}
+"""Where `is_causal` stands among the arguments."""
+
+
 def _attention(name: str, args: Any, kwargs: Any) -> Work:
     backward = name.endswith("backward")
     q, k, v = args[1:4] if backward else args[0:3]
+    place = _CAUSAL.get(name, 0)
+    causal = bool(kwargs.get("is_causal", args[place] if place and len(args) > place else False))
     if name.startswith("_flash"):
-        B, S, H, D = q.shape
-        T, E = k.shape[1], v.shape[3]
+        heads, queries, keys = q.shape[-2], q.shape[:-2].numel(), k.shape[:-2].numel()
+        ends = args[6 if backward else 3]
     else:
-        B, H, S, D = q.shape
-        T, E = k.shape[2], v.shape[3]
-    causal = any(x is True for x in args) or kwargs.get("is_causal", False)
-    if name == "_scaled_dot_product_cudnn_attention" and not backward:
-        causal = bool(args[6])
-    pairs = B * H * S * T * (0.5 * (1 + 1 / max(S, 1)) if causal and S == T else 1.0) * (D + E)
+        heads, queries, keys, ends = q.shape[1], q.shape[0] * q.shape[2], k.shape[2], None
+    sequences = ends.numel() - 1 if isinstance(ends, torch.Tensor) else 1
+    seen = keys / sequences
+    if causal:
+        seen -= (queries / sequences - 1) / 2
+    if (window := kwargs.get("window_size_left")) is not None:
+        seen = min(seen, window + 1)
+    pairs = float(heads * queries * seen * (q.shape[-1] + v.shape[-1]))
     return Work(backward=pairs, launches=3) if backward else Work(forward=pairs, launches=3)
-
-
-__all__ = ["FIELDS", "Work", "math", "temporaries", "work_of"]

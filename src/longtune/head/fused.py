@@ -7,6 +7,9 @@ the logits cross device memory once each way beside the products themselves.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
 from longtune.head.form import HeadForm
@@ -14,6 +17,19 @@ from longtune.head.matrix import add_product
 
 LOGITS_BYTES = 256 << 20
 """Size of the buffer of logits."""
+
+
+def _kernel(hidden: torch.Tensor) -> Any:
+    """The pass over the logits; where there are no values (the meta device), what it returns and nothing else."""
+    if hidden.is_meta:
+        return lambda scores, token, cotangent, *_, **__: None if cotangent is None else scores
+    from longtune.head.triton_logits import log_probs_and_gradient
+
+    return log_probs_and_gradient
+
+
+def _no_autocast(hidden: torch.Tensor) -> AbstractContextManager[Any]:
+    return nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False)
 
 
 class FusedChunked:
@@ -45,8 +61,7 @@ class FusedChunked:
         token_M: torch.Tensor,
         cotangent_M: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
-        from longtune.head.triton_logits import log_probs_and_gradient
-
+        log_probs_and_gradient = _kernel(hidden_MH)
         count, dtype = token_M.numel(), hidden_MH.dtype
         scores_dtype = torch.float32 if self.wide else dtype
         rows = min(self._rows(scores_dtype), max(count, 1))
@@ -90,11 +105,11 @@ class FusedChunked:
         return hidden_MH.to(dtype).contiguous()
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast(hidden_MH.device.type, enabled=False):
+        with torch.no_grad(), _no_autocast(hidden_MH):
             return self._pass(self._computed(hidden_MH), token_M, None)[0]
 
     def backward(self, hidden_MH: torch.Tensor, token_M: torch.Tensor, cotangent_M: torch.Tensor):
-        with torch.no_grad(), torch.autocast(hidden_MH.device.type, enabled=False):
+        with torch.no_grad(), _no_autocast(hidden_MH):
             found = self._pass(self._computed(hidden_MH), token_M, cotangent_M.float().contiguous())
         log_probs, dhidden, grads = found
         assert dhidden is not None
