@@ -71,6 +71,25 @@ def write(folder: Path, loaded: Loaded, updates: Named, *, dtype: torch.dtype, r
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         save_file(tensors, file, metadata={"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(with_rope_keys(config), indent=2) + "\n")
+
+
+def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with its rotary embedding under the older keys, too.
+
+    transformers 5 writes `rope_parameters`; mlx-lm reads `rope_theta` and `rope_scaling`, and silently takes a theta of
+    10,000 where they are missing.
+    """
+    found = dict(config)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        found.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            found.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+    if isinstance(config.get("text_config"), dict):
+        found["text_config"] = with_rope_keys(config["text_config"])
+    return found
 
 
 def _write_from_mlx(folder: Path, base: Path, updates: Named, dtype: torch.dtype, requantise: bool) -> None:

@@ -215,6 +215,9 @@ class _Job:
             return None
         if self.computes != torch.float32:
             return None
+        if adapter is not None and (reason := self._mlx_base_differs(model)):
+            self.notes.append(reason)
+            return None
         try:
             found, reason = mlx_check.logits(model, self.tokens, adapter)
         except ValueError as error:
@@ -224,6 +227,19 @@ class _Job:
         else:
             self.checked_by = "mlx-lm"
         return found
+
+    def _mlx_base_differs(self, model: Path) -> str:
+        """Why mlx-lm can't judge an adapter: it reads even the base model otherwise than transformers."""
+        found, reason = mlx_check.logits(model, self.tokens)
+        if found is None:
+            return reason
+        difference = verify.compare(self.base, self.base, found, verify.LOSSLESS[torch.float32])
+        if difference.passes:
+            return ""
+        return (
+            f"mlx-lm computes other logits with {model} even without an adapter (by up to {difference.largest:.3g}): "
+            "it misreads the folder's config; use the adapter with the base model in MLX's own layout"
+        )
 
     def _requantised(self, found: torch.Tensor, tolerance: float) -> Difference:
         """Compared with the merged weights as their formats hold them; what the formats lose is told, not judged."""

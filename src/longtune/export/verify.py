@@ -21,11 +21,11 @@ from longtune.export.combine import Named
 PROMPT = "The three laws of thermodynamics, said in one sentence each, are: 1."
 """What both sides read, where the user names nothing else."""
 
-LOSSLESS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+LOSSLESS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Tolerance by the dtype in which both sides compute, where the artefact holds the same numbers."""
 
-ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-"""Tolerance by the dtype to which merged weights are rounded. bfloat16 keeps 8 bits of each weight."""
+ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Tolerance by the dtype to which weights are rounded (SmolLM2-135M differs by 5e-3 in bfloat16, 1e-3 in float16)."""
 
 
 @dataclass(frozen=True, slots=True)
