@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"
 PROJECT = "longtune"
 """Project (MLflow: experiment) where the library's own variable names none."""
 _NOT_MEASURED = ("step", "t")
+_REPEATED = ("train", "validation", "samples")
+"""Events that a resumed run writes again, with the same values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,12 @@ class Tracker(Protocol):
 
     Attributes:
         keeps: JSON values that a resumed run's tracker gets as `TrackedRun.saved`.
-        purges: it can take out what it got of steps that are taken again; the others don't get those twice.
+        has: highest step of each kind of event that it has of the run before, and need not get again; None where it
+            can't tell.
     """
 
     keeps: dict[str, Any]
-    purges: bool
+    has: dict[str, int] | None
 
     def __call__(self, event: Event) -> None: ...
     def close(self) -> None: ...
@@ -113,9 +116,11 @@ class Tracking:
                 continue
             self._trackers.append(tracker)
             saved[name] = tracker.keeps
-            # What was written before reached a tracker that was there; a new one gets everything from here on.
-            last = events.last_step if run.resumed and not tracker.purges else 0
-            events.listen(_after(last, tracker), f"tracker {name}", once=True)
+            has = tracker.has
+            if has is None:
+                # All that the log has, but for its last step, which a kill may have kept from the tracker.
+                has = dict.fromkeys(_REPEATED, events.last_step - 1 if run.resumed else -1)
+            events.listen(_after(has, tracker), f"tracker {name}", once=True)
         if config.track:
             files.write_json(file, saved)
 
@@ -129,11 +134,11 @@ class Tracking:
                 print(f"{type(tracker).__name__} could not be ended: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _after(last: int, tracker: Tracker) -> Any:
+def _after(has: dict[str, int], tracker: Tracker) -> Callable[[Event], None]:
     """The tracker, without the events of steps that it has got already."""
 
     def tell(event: Event) -> None:
-        if event["event"] not in ("train", "validation", "samples") or event["step"] > last:
+        if event["event"] not in _REPEATED or event["step"] > has.get(event["event"], -1):
             tracker(event)
 
     return tell

@@ -33,8 +33,6 @@ def start(run: TrackedRun) -> MLflow:
 class MLflow:
     """One MLflow run, found again by its id."""
 
-    purges = False
-
     def __init__(self, run: TrackedRun):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder.absolute() / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
@@ -49,6 +47,7 @@ class MLflow:
             settings = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in run.flat_config().items()]
             self._client.log_batch(self._id, params=settings)
         self.keeps: dict[str, Any] = {"run": self._id}
+        self.has: dict[str, int] | None = {kind: self._last_step(f"{kind}/loss") for kind in ("train", "validation")}
         self._ended = False
 
     def __call__(self, event: Event) -> None:
@@ -62,6 +61,9 @@ class MLflow:
         if status := _STATUS.get(event["event"]):
             self._client.set_terminated(self._id, status, int(time.time() * 1000))
             self._ended = True
+
+    def _last_step(self, key: str) -> int:
+        return max((entry.step for entry in self._client.get_metric_history(self._id, key)), default=-1)
 
     def close(self) -> None:
         """A run that went without a word of its end is killed, to MLflow."""

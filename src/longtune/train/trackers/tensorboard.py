@@ -18,10 +18,9 @@ def start(run: TrackedRun) -> TensorBoard:
 class TensorBoard:
     """Writes at once what it is given, so that a kill loses nothing that metrics.jsonl has."""
 
-    purges = True
-
     def __init__(self, run: TrackedRun):
         self.keeps: dict[str, Any] = {}
+        self.has: dict[str, int] | None = {}
         self._run = run
         self._writer: SummaryWriter | None = None
 

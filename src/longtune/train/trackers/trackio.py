@@ -23,12 +23,11 @@ def start(run: TrackedRun) -> Trackio:
 class Trackio:
     """One run of a trackio project, found again by its name."""
 
-    purges = False
-
     def __init__(self, run: TrackedRun):
         # A name belongs to one run of a project; folders in several places may share theirs.
         name = run.saved["name"] if run.resumed else f"{run.name}-{secrets.token_hex(3)}"
         self.keeps: dict[str, Any] = {"name": name}
+        self.has: dict[str, int] | None = None
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT") or PROJECT,
             name=name,

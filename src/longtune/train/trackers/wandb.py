@@ -28,11 +28,10 @@ def start(run: TrackedRun) -> WeightsAndBiases:
 class WeightsAndBiases:
     """One wandb run, found again by its id."""
 
-    purges = False
-
     def __init__(self, run: TrackedRun):
         number = run.saved["id"] if run.resumed else secrets.token_hex(4)
         self.keeps: dict[str, Any] = {"id": number}
+        self.has: dict[str, int] | None = None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             id=number,
