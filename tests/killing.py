@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -159,16 +160,19 @@ def campaign(folder: Path, method: str, runs: int, kills: int, seed: int) -> Ite
         name = f"run-{number}"
         file, output = config(name), folder / name
         deaths: list[dict[str, Any]] = []
-        for kill in range(kills):
-            if (number + kill) % 2:
-                killing = while_saving(output, draw.randint(1, 2), draw.uniform(0, 0.7 * saving))
+        while not deaths:
+            # A run that was done before its first kill proves nothing.
+            shutil.rmtree(output, ignore_errors=True)
+            for kill in range(kills):
+                if (number + kill) % 2:
+                    killing = while_saving(output, draw.randint(1, 2), draw.uniform(0, 0.7 * saving))
+                else:
+                    killing = at_any_time(draw.uniform(0.0, 0.9 * seconds))
+                if not attempt(file, overrides, output, killing):
+                    break
+                deaths.append(state_at_death(output))
             else:
-                killing = at_any_time(draw.uniform(0.0, 0.9 * seconds))
-            if not attempt(file, overrides, output, killing):
-                break
-            deaths.append(state_at_death(output))
-        else:
-            attempt(file, overrides, output, None)
+                attempt(file, overrides, output, None)
         yield {"method": method, "run": number, "deaths": deaths, "wrong": compare(output, folder / "unbroken")}
 
 

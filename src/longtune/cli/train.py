@@ -20,6 +20,7 @@ def train(
     columns: Columns = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    stop_after: Annotated[str | None, typer.Option(help="Save and leave after 3h, 90m or 45s.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train an adapter by CONFIG, or by options alone.
@@ -33,7 +34,8 @@ def train(
     Ctrl-C saves a checkpoint after the step in work.
     """
     named = {"model": model, "data": data, "method": method, "output": output}
-    run(lambda: _train(config, named, columns, set_ or [], resume), as_json)
+    overrides = [*(set_ or []), *([f"train.stop_after={stop_after}"] if stop_after else [])]
+    run(lambda: _train(config, named, columns, overrides, resume), as_json)
 
 
 def _train(
