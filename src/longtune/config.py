@@ -36,14 +36,14 @@ class _Section(BaseModel):
 
 
 def _seconds(value: object) -> object:
-    """'3h', '90m', '1h30m', '45s' or a number of seconds."""
+    """'3h', '90m', '1h30m', '2d', '0.5h', or a number of seconds."""
     if not isinstance(value, str) or re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
         return value
-    match = re.fullmatch(r"(?:(\d+)\s*h)?\s*(?:(\d+)\s*m)?\s*(?:(\d+)\s*s)?", value.strip())
+    parts = [rf"(?:(\d+(?:\.\d+)?)\s*{unit})?" for unit in "dhms"]
+    match = re.fullmatch(r"\s*".join(parts), value.strip())
     if not match or not value.strip():
         raise ValueError("a duration is written like 3h, 90m, 1h30m or 45s")
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return hours * 3600 + minutes * 60 + seconds
+    return sum(float(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
 
 
 def _prompts_kind(value: object) -> str:

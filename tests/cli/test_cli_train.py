@@ -203,6 +203,8 @@ def test_a_signalled_command_leaves_with_the_signals_code(make_config, monkeypat
 def test_the_time_limit_saves_and_leaves_with_code_0(make_config):
     result = call("train", make_config("limited"), "--set", "train.stop_after=0.000001", "--json")
     assert json.loads(result.stdout)["reason"] == "stop_after"
+    assert json.loads(call("train", make_config("brief"), "--stop-after", "0.001s", "--json").stdout)["reason"]
+    assert "like 3h, 90m" in call("train", make_config("wrong"), "--stop-after", "soon", code=2).stderr
 
 
 @pytest.mark.parametrize(
