@@ -7,11 +7,13 @@ is announced by `fetch`. Off-device memory is carved from slabs that are kept fo
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,6 +147,35 @@ class Arena:
         self._current = self._used = self._out = 0
 
 
+def _pages(size: int) -> mmap.mmap:
+    """`size` bytes of host memory, in large pages where the system has them; a page is taken when first touched."""
+    pages = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # A system without large pages says so.
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _pin(memory: torch.Tensor, pages: mmap.mmap) -> str | None:
+    """Pin host memory for CUDA until the tensor is gone; the reason if it fails.
+
+    The pages are touched by several threads first: one alone, as in torch's own pinned allocator, is slow.
+    """
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(torch.Tensor.zero_, memory.chunk(workers)))
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error) != 0:
+        return str(error)
+
+    def unpin(address: int, mapped: mmap.mmap) -> None:
+        runtime.cudaHostUnregister(address)  # `mapped` holds the memory until then.
+
+    weakref.finalize(memory.untyped_storage(), unpin, memory.data_ptr(), pages).atexit = False
+    return None
+
+
 @dataclass(slots=True)
 class _Kept:
     buffer: torch.Tensor
@@ -177,17 +208,15 @@ class HostStore:
         self._coming: dict[Hashable, tuple[torch.Tensor, Any]] = {}
 
     def _slab(self, size: int) -> torch.Tensor:
-        if self._cuda:
-            try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                warnings.warn(f"host memory could not be pinned ({reason}): copies will be slow", stacklevel=2)
         try:
-            return torch.empty(size, dtype=torch.uint8)
-        except RuntimeError as error:
+            pages = _pages(size)
+        except OSError as error:
             fix = "raise memory.layers_per_segment, set memory.keep: nothing, or boundary_store: disk"
             raise DoesNotFit(Problem("host memory", f"no {size:,} bytes for boundaries", fix)) from error
+        slab = torch.frombuffer(pages, dtype=torch.uint8)
+        if self._cuda and (failed := _pin(slab, pages)):
+            warnings.warn(f"host memory could not be pinned ({failed}): copies will be slow", stacklevel=2)
+        return slab
 
     @property
     def bytes(self) -> int:
@@ -259,11 +288,10 @@ class HostStore:
     def close(self) -> None:
         """Give the memory back to the system. The store cannot be used afterwards."""
         self.clear()
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
         self._leaving.clear()
         self._arena.close()
-        if self._cuda and hasattr(torch._C, "_host_emptyCache"):
-            torch.cuda.synchronize(self.device)
-            torch._C._host_emptyCache()
 
     def __del__(self) -> None:
         # A forward whose backward never came must not take its buffers along: pinned memory is scarce.
