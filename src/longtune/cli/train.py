@@ -27,8 +27,7 @@ def train(
 
     \b
     longtune train longtune.yaml
-    longtune train --data rows.jsonl --set train.steps=60
-    longtune train --data pairs.jsonl --method dpo
+    longtune train --data pairs.jsonl --method dpo --set train.steps=60
     longtune train runs/rows --resume
 
     Ctrl-C saves a checkpoint after the step in work.
