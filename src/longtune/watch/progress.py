@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from longtune.watch.view import View, event_lines
+from longtune.watch.view import View, event_lines, printable
 
 PLAIN_LINES = 100
 """About how many progress lines a whole run prints where they can't be overwritten."""
@@ -41,8 +41,8 @@ class ProgressLine:
     def __call__(self, event: dict[str, Any]) -> None:
         self._view.update(event)
         for line in event_lines(event):
-            # Text, as square brackets in a row's name are no markup.
-            self._console.print(Text(self._prefix + line), soft_wrap=True)
+            # Text and printable: a row's name is no markup and steers no terminal.
+            self._console.print(Text(self._prefix + printable(line)), soft_wrap=True)
         if event["event"] != "train":
             return
         if self._live is not None:

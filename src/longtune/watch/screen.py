@@ -167,7 +167,7 @@ def _figures(run: WatchedRun, charts: Sequence[Chart], options: Options, width: 
         cells.append(Text.assemble((f"{chart.title:<15}", "dim"), (told, "bold"), "  ", (spark, "cyan")))
     best = run.state.best_validation
     if best is not None:
-        told = f"{number(run.state.validation.last('loss'), 4)} (best {number(best[1], 4)} @ {best[0]:,})"
+        told = f"{number(run.state.validation.last('loss'), 4)}, best {number(best[1], 4)} @{best[0]:,}"
         cells.insert(1, Text.assemble((f"{'validation':<15}", "dim"), (told, "bold")))
     cells = [_padded(cell, part - 1) for cell in cells]
     if len(cells) % 2:
@@ -187,7 +187,7 @@ def _told(run: WatchedRun, chart: Chart) -> str:
     if chart.key == "accuracy" and pairs:
         return f"{state.train.last('correct') or 0:.0f}/{pairs:.0f}"
     if chart.key == "memory" and run.surroundings.predicted_peak:
-        return f"{told} of {size(run.surroundings.predicted_peak)} planned"
+        return f"{told} / {size(run.surroundings.predicted_peak)} plan"
     if chart.key == "tokens_per_second":
         return f"{told} ({pace(state.seconds_per_step)} a step)"
     return told

@@ -114,7 +114,7 @@ def _over(run: WatchedRun) -> bool:
 
 
 def _tolerant(show: ProgressLine) -> Callable[[dict], None]:
-    """A broken or foreign event is passed over; what stands in the others is made printable."""
+    """Passes over a broken or foreign event."""
 
     def listener(event: dict) -> None:
         if event["event"] in ("train", "meta", "resumed") or safe_lines(event):

@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from longtune.errors import counted
+
 RECENT = 20
 """Steps whose times the remaining time is judged by."""
 
@@ -62,8 +64,9 @@ def event_lines(event: dict[str, Any]) -> list[str]:
             f"{event['method']} on {event['model']}, {event['device']}, {event['dtype']}",
             *event["data"],
             (
-                f"{event['steps']} steps, {event['rows']:,} rows, {event['tokens']:,} tokens "
-                f"({event['trained_tokens']:,} trained), {event['valid_rows']:,} rows of validation"
+                f"{counted(event['steps'], 'step')}, {counted(event['rows'], 'row')}, "
+                f"{counted(event['tokens'], 'token')} ({event['trained_tokens']:,} trained), "
+                f"{counted(event['valid_rows'], 'row')} of validation"
             ),
             f"{event['trainable_parameters']:,} trainable parameters; run folder {event['folder']}",
         ]
@@ -75,12 +78,12 @@ def event_lines(event: dict[str, Any]) -> list[str]:
         how = f"{event['computed']:,} computed in {duration(event['seconds'])}, kept in {event['path']}"
         if not event["computed"]:
             how = f"all from {event['path']}"
-        return [f"reference log-probs: {event['done']:,} of {event['rows']:,} rows of {event['split']}, {how}"]
+        return [f"reference log-probs: {event['done']:,} of {counted(event['rows'], 'row')} of {event['split']}, {how}"]
     if kind == "validation":
         return [
             (
                 f"step {event['step']}  validation loss {number(event['loss'])}  {pairs(event)}"
-                f"({event['rows']:,} rows, {event['trained_tokens']:,} trained tokens, {duration(event['seconds'])})"
+                f"({counted(event['rows'], 'row')}, {counted(event['trained_tokens'], 'trained token')}, {duration(event['seconds'])})"
             )
         ]
     if kind == "samples":
@@ -94,7 +97,7 @@ def event_lines(event: dict[str, Any]) -> list[str]:
     if kind == "done":
         speed = f", {event['tokens_per_second']:,.0f} tok/s" if event["tokens_per_second"] else ""
         return [
-            f"done: {event['step']} steps in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
+            f"done: {counted(event['step'], 'step')} in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
             f"adapter: {event['adapter']}",
         ]
     if kind == "stopped":
@@ -108,7 +111,9 @@ def pairs(metrics: dict[str, Any]) -> str:
     """Accuracy as correct/total and margin of a method on pairs, with two spaces after; empty for others."""
     if "pairs" not in metrics:
         return ""
-    return f"acc {metrics['correct']:.0f}/{metrics['pairs']:.0f}  margin {number(metrics['margin'], 3)}  "
+    # Before the first update a pair is neither right nor wrong under DPO: policy and reference are one model.
+    ties = f" ({metrics['ties']:.0f} tied)" if metrics.get("ties") else ""
+    return f"acc {metrics['correct']:.0f}/{metrics['pairs']:.0f}{ties}  margin {number(metrics['margin'], 3)}  "
 
 
 def number(value: float | None, digits: int = 5) -> str:
