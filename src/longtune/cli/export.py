@@ -11,9 +11,9 @@ from longtune.cli.output import AsJson, Failed, run
 
 
 def export(
-    target: Annotated[str, typer.Argument(help="A run folder, or an adapter's (PEFT's or mlx-lm's).")],
+    target: Annotated[str, typer.Argument(help="A run folder, or an adapter's folder.")],
     out: Annotated[Path, typer.Option(help="The folder to make.")],
-    to: Annotated[str, typer.Option(help="peft, merged, mlx, mlx-merged or gguf-lora.")] = "peft",
+    to: Annotated[str, typer.Option(help="peft, merged, mlx, mlx-merged, gguf-lora.", show_default=False)] = "peft",
     model: Annotated[str | None, typer.Option(help="The base model, if not the one the adapter names.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; the default changes nothing.")] = None,
     with_: Annotated[
@@ -28,7 +28,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the adapter of TARGET, read it again, and compare its logits with base + adapter.
+    """Export the adapter of TARGET (default: for peft); each export checks itself.
 
     \b
     longtune export runs/rows --out adapter

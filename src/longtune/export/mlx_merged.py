@@ -7,6 +7,7 @@ what `merged` writes, marked as MLX's; reading it again shows whether mlx-lm's n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
 
 from longtune.errors import Problem, UserError
 from longtune.export import merged
 from longtune.export.combine import Named
+from longtune.model.adapter_files import Update
 from longtune.model.loading import Loaded
 from longtune.model.packed.checkpoint import (
     Shards,
@@ -30,8 +34,9 @@ from longtune.model.packed.checkpoint import (
     read_config,
     without_quantisation,
 )
-from longtune.model.packed.formats import Format
-from longtune.model.packed.modules import PackedWeight
+from longtune.model.packed.modules import PackedLinear, PackedWeight
+from longtune.model.packed.quantiser import Quantised, quantise
+from longtune.model.packed.storage import dequantise
 
 SHARD_BYTES = 5 * 10**9
 
@@ -154,15 +159,47 @@ def _tensors(
     if update is not None:
         wide = wide + update.delta()
     if requantise:
-        yield from _packed_again(path, wide, format, cast(torch.Tensor, parts["scales"]).dtype)
+        yield from _quantised_as(packed, wide).tensors(path).items()
+        if packed.global_scale is not None:
+            yield f"{path}.global_scale", packed.global_scale
     else:
         yield name, wide.to(dtype)
 
 
-def _packed_again(
-    path: str, wide: torch.Tensor, format: Format, scales: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    raise NotImplementedError
+def _quantised_as(packed: PackedWeight, wide: torch.Tensor) -> Quantised:
+    """Numbers in the format of a packed weight, with scales of its dtype and its own global scale."""
+    return quantise(wide, packed.format, packed.scales.dtype, packed.global_scale)
+
+
+@contextlib.contextmanager
+def requantised(model: nn.Module, updates: Named) -> Iterator[None]:
+    """For a while every module with an update computes with W + s B A as its format holds it; plain ones stay plain."""
+    handles = []
+    try:
+        for name, update in updates.items():
+            module = model.get_submodule(name)
+
+            def hook(module: Any, args: Any, output: torch.Tensor, update: Update = update) -> torch.Tensor:
+                wide = dequantise(module, torch.float32) + update.delta()
+                if not isinstance(module, PackedLinear):
+                    return F.linear(args[0], wide.to(output.dtype), module.bias)
+                again = _quantised_as(module, wide)
+                numbers = PackedWeight(
+                    module.format,
+                    module.columns,
+                    again.weight,
+                    again.scales,
+                    again.biases,
+                    module.global_scale,
+                    compute_dtype=output.dtype,
+                )
+                return F.linear(args[0], numbers.dequantise(), module.bias)
+
+            handles.append(module.register_forward_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _bits(path: str, quantisation: dict[str, Any]) -> int:

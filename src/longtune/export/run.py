@@ -21,7 +21,6 @@ from longtune.export.verify import Difference
 from longtune.model.adapter_files import CONFIG, Update, Updates, named_for, read_updates
 from longtune.model.adapters import load_adapter
 from longtune.model.loading import Loaded, load_model
-from longtune.model.packed.loader import load_packed
 from longtune.model.targets import decoder_layers, shortest_patterns
 
 FORMATS = ("peft", "merged", "mlx", "mlx-merged", "gguf-lora")
@@ -150,6 +149,11 @@ class _Job:
         self.base = verify.logits(self.model, self.tokens)
         # Each adapter on its own, so that combining them is compared, too.
         self.truth = self._truth(parts)
+        if request.requantise:
+            with mlx_merged.requantised(self.model, self.updates):
+                self.packed = verify.logits(self.model, self.tokens)
+            lost = float((self.packed - self.truth).abs().max())
+            self.notes.append(f"packing the merged weights again moves logits by up to {lost:.3g} from base + adapter")
 
     def _truth(self, parts: list[tuple[dict[str, Update], float]]) -> torch.Tensor:
         weighted = [
@@ -190,7 +194,8 @@ class _Job:
                 found = verify.logits(self._load_again(folder), self.tokens)
             tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes])
             if request.requantise:
-                return self._requantised(found, tolerance)
+                # What packing loses is told above; whether the files hold the packed numbers is judged.
+                return verify.compare(self.base, self.packed, found, tolerance)
             return verify.compare(self.base, self.truth, found, tolerance)
         tolerance = verify.LOSSLESS[self.computes]
         if request.dtype in ("bf16", "fp16"):
@@ -241,14 +246,8 @@ class _Job:
             "it misreads the folder's config; use the adapter with the base model in MLX's own layout"
         )
 
-    def _requantised(self, found: torch.Tensor, tolerance: float) -> Difference:
-        """Compared with the merged weights as their formats hold them; what the formats lose is told, not judged."""
-        raise NotImplementedError
-
     def _load_again(self, folder: Path) -> PreTrainedModel:
         name = str(self.computes).removeprefix("torch.")
-        if self.request.to == "mlx-merged":
-            return load_packed(folder, self.computes, torch.device("cpu"))
         trust = self.request.trust_remote_code
         return load_model(str(folder), dtype=name, device="cpu", trust_remote_code=trust).model
 

@@ -1,0 +1,116 @@
+"""Exports from a base that mlx-lm quantised itself: merged into its numbers, or packed again; ranks by its widths."""
+
+import json
+
+import pytest
+import torch
+
+from longtune.export import Request, export, mlx_check, verify
+from longtune.export.mlx_merged import with_rope_keys
+from longtune.model.adapter_files import named_for, read_updates
+from longtune.model.adapters import add_lora
+from longtune.model.loading import load_model
+from longtune.model.packed.storage import bits_of, dequantise
+from longtune.model.rank_sources import find_figures, lora_ranks
+
+pytestmark = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx and mlx-lm")
+
+TOKENS = torch.arange(6, 30)[None]
+SIX = {"model.layers.1.self_attn.v_proj"}
+PLAIN = {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
+"""Rows of 48 are no whole groups of 32."""
+
+
+@pytest.fixture(scope="module")
+def packed(base, tmp_path_factory):
+    """The base in mlx-lm's mixed_4_6 recipe: 6 bits for the value projection of the last layer, and the head."""
+    from mlx_lm import convert
+
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    convert(str(base), str(folder), quantize=True, q_group_size=32, quant_predicate="mixed_4_6")
+    return folder
+
+
+def load(folder):
+    return load_model(str(folder), dtype="float32", device="cpu").model
+
+
+def made(base, adapter, out, **settings):
+    return export(Request(adapter=adapter, model=str(base), out=out, **settings))
+
+
+def truth(base, adapter):
+    model = load(base)
+    return verify.logits(model, TOKENS, named_for(read_updates(adapter), model))
+
+
+def close(found, expected, within=1e-5):
+    torch.testing.assert_close(found, expected, rtol=within, atol=within * float(expected.abs().max().clamp(min=1)))
+
+
+def test_ranks_follow_the_widths_of_a_real_mixed_checkpoint(packed):
+    model = load(packed)
+    figures = find_figures(model, packed, policy="by_bits")
+    ranks = lora_ranks(model, figures, rank=8, policy="by_bits")
+    assert len(ranks.by_name) == 14 and set(ranks.by_name) - set(ranks.bits) == PLAIN
+    assert {name for name, rank in ranks.by_name.items() if rank == 12} == SIX
+    assert {rank for name, rank in ranks.by_name.items() if name not in SIX} == {8}
+    # by_kl without figures says so, and goes by the same widths.
+    fallen = lora_ranks(model, find_figures(model, packed), rank=8, policy="by_kl")
+    assert fallen.by_name == ranks.by_name and "no sensitivities" in fallen.notes[0]
+    adapted = add_lora(model, rank=8, alpha=16, rank_policy="by_bits", bits=figures.bits)
+    found = {name.split(".lora_A")[0].removeprefix("base_model.model."): p for name, p in adapted.named_parameters()}
+    assert all(found[name].shape[0] == 12 for name in SIX)
+
+
+@pytest.mark.parametrize("to", ["peft", "mlx", "merged", "mlx-merged"])
+@pytest.mark.parametrize("kind", ["uneven", "rslora"])
+def test_exports_compute_what_the_packed_base_with_the_adapter_computes(packed, adapters, to, kind, tmp_path):
+    done = made(packed, adapters[kind], tmp_path / "out", to=to, dtype="fp32" if "merged" in to else None)
+    assert done.difference.passes and done.difference.effect > 0.1
+    if to == "merged":
+        model = load(tmp_path / "out")
+        assert not getattr(model, "is_quantized", False)
+        close(verify.logits(model, TOKENS), truth(packed, adapters[kind]))
+    elif to == "mlx-merged":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert "quantization" not in config and "quantization_config" not in config
+        found, _ = mlx_check.logits(tmp_path / "out", TOKENS)
+        close(found, truth(packed, adapters[kind]))
+    elif to == "mlx":
+        assert done.checked_by == "mlx-lm"
+        found, _ = mlx_check.logits(packed, TOKENS, tmp_path / "out")
+        close(found, truth(packed, adapters[kind]))
+
+
+def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adapters, tmp_path):
+    done = made(packed, adapters["uneven"], tmp_path / "out", to="mlx-merged", requantise=True)
+    assert done.checked_by == "mlx-lm" and done.difference.passes and "packing the merged weights" in done.notes[0]
+    before, after = (dict(load(folder).named_modules()) for folder in (packed, tmp_path / "out"))
+    updates = read_updates(adapters["uneven"]).by_name
+    for name, module in before.items():
+        if not hasattr(module, "stored_bits"):
+            continue
+        assert bits_of(after[name]) == bits_of(module) and after[name].format == module.format
+        if name in updates:
+            exact = dequantise(module, torch.float32) + updates[name].delta()
+            step = exact.view(-1, 32).amax(-1) - exact.view(-1, 32).amin(-1)
+            error = (dequantise(after[name], torch.float32) - exact).view(-1, 32).abs().amax(-1)
+            assert bool((error <= 1.1 * step / (2 ** bits_of(module) - 1) + 1e-6).all()), name
+        else:
+            assert torch.equal(after[name].weight, module.weight), name
+    sizes = [sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in (packed, tmp_path / "out")]
+    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
+    for name in PLAIN:
+        exact = before[name].weight + updates[name].delta()
+        assert torch.equal(after[name].weight, exact), name
+
+
+def test_older_keys_of_rotary_embeddings_are_added_and_none_is_changed():
+    scaled = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}, "rope_theta": 7.0}
+    found = with_rope_keys({"text_config": scaled, "a": 1})
+    assert found["a"] == 1
+    assert found["text_config"]["rope_theta"] == 7.0
+    assert found["text_config"]["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    assert with_rope_keys({"rope_parameters": {"rope_theta": 3.0}})["rope_theta"] == 3.0
+    assert with_rope_keys({"rope_parameters": {"full_attention": {"rope_theta": 3.0}}}).keys() == {"rope_parameters"}
