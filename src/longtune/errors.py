@@ -39,3 +39,8 @@ class DoesNotFit(UserError):
     """The run does not fit the memory that it was given."""
 
     exit_code = 3
+
+
+def counted(count: int, thing: str) -> str:
+    """A number and what it is of, in words: "1 row", "1,200 rows"."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from longtune.cli import app
@@ -81,6 +83,38 @@ def test_eval_says_which_rows_it_used(run):
 
 def test_eval_without_data_is_refused(model):
     assert "--data" in call("eval", model, code=2).stderr
+
+
+@pytest.mark.parametrize("verb", [["eval"], ["chat", "--prompt", "a"]])
+def test_a_target_that_is_not_there_is_said_before_anything_else(verb, run):
+    said = call(verb[0], run.parent / "rum", *verb[1:], code=2).stderr
+    assert "there is no such run, adapter or model" in said
+    assert f"did you mean {run}" in said
+
+
+@pytest.mark.parametrize("verb", [["eval"], ["chat", "--prompt", "a"]])
+def test_an_adapter_with_values_that_are_not_finite_is_refused(verb, run, tmp_path):
+    shutil.copytree(run, tmp_path / "broken")
+    file = tmp_path / "broken" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = call(verb[0], tmp_path / "broken", *verb[1:], code=2).stderr
+    assert "1 of its tensors hold values that are not finite" in said
+    assert name in said
+
+
+def test_eval_labels_what_it_compares(run):
+    lines = call("eval", run, "--base").stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["with the adapter", "without the adapter"]
+    assert not any("adapter" in line for line in call("eval", run).stdout.splitlines())
+
+
+def test_one_of_a_thing_is_not_several(run):
+    said = call("eval", run, "--rows", 1).stdout
+    assert "1 row (4 left out)" in said
+    assert "1 rows" not in said
 
 
 def test_chat_answers_once_with_and_without_the_adapter(run):

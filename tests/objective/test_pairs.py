@@ -61,6 +61,7 @@ def test_dpo_without_a_difference_to_the_reference(loss):
     expected = {"sigmoid": math.log(2), "robust": math.log(2), "hinge": 1.0, "ipo": 25.0}[loss]
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
     assert found["margin"] == 0 and found["accuracy"] == 0
+    assert found["ties"] == found["pairs"] == 1
 
 
 def objectives() -> list:

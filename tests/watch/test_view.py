@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from longtune.watch import ProgressLine, View, read_events
-from longtune.watch.view import duration, event_lines, number, size
+from longtune.watch.view import duration, event_lines, number, pairs, size
 
 META = {
     "event": "meta",
@@ -57,6 +57,8 @@ def test_pairs_show_how_many_are_right_and_the_margin():
     assert len(view.progress_line()) < 110
     event = {"event": "validation", "step": 3, "loss": 0.5, "rows": 9, "trained_tokens": 99, "seconds": 1.0, **pair}
     assert "validation loss 0.5  acc 5/8  margin 0.123  (9 rows" in event_lines(event)[0]
+    assert "acc 0/8 (8 tied)  margin" in pairs({**pair, "correct": 0.0, "ties": 8.0})
+    assert "acc 5/8  margin" in pairs({**pair, "ties": 0.0})
     told = {"event": "reference", "step": 0, "split": "train", "rows": 9, "done": 9, "seconds": 61.0, "path": "/c"}
     assert "9 of 9 rows of train, 4 computed in 1:01, kept in /c" in event_lines({**told, "computed": 4})[0]
     assert "all from /c" in event_lines({**told, "computed": 0})[0]
@@ -144,3 +146,13 @@ def test_a_log_reads_as_if_the_run_had_never_been_interrupted(tmp_path):
     log.write_text("\n".join(lines) + "\n")
     read = [(event["event"], event.get("step")) for event in read_events(log)]
     assert read == [kinds[i] for i in (0, 1, 2, 3, 6, 7, 8, 9)]
+
+
+def test_one_of_a_thing_is_not_several():
+    one = {**META, "steps": 1, "rows": 1, "tokens": 1, "valid_rows": 1}
+    assert "1 step, 1 row, 1 token (567 trained), 1 row of validation" in event_lines(one)
+
+
+def test_a_resumed_run_says_what_has_changed():
+    event = {"event": "resumed", "step": 4, "steps": 8, "checkpoint": "/c", "changed": ["train.save_every: 2, now 3"]}
+    assert event_lines(event) == ["resumed from /c", "changed since: train.save_every: 2, now 3"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from longtune.cli.output import AsJson, Columns, Overrides, run
+from longtune.errors import counted
 
 
 def eval_(
@@ -100,12 +101,14 @@ def _eval(
                 result["base"] = measured().as_dict()
     finally:
         engine.close()
-    print(_summary(found.metrics))
-    print(
-        f"{found.rows:,} rows ({found.skipped:,} left out), {found.tokens:,} tokens, {found.trained_tokens:,} trained"
-    )
+    label = "with the adapter:    " if "base" in result else ""
+    print(f"{label}{_summary(found.metrics)}")
     if "base" in result:
         print(f"without the adapter: {_summary(result['base'])}")
+    print(
+        f"{counted(found.rows, 'row')} ({found.skipped:,} left out), {counted(found.tokens, 'token')}, "
+        f"{found.trained_tokens:,} trained"
+    )
     return result
 
 
@@ -114,7 +117,8 @@ def _summary(metrics: dict[str, Any]) -> str:
     if "pairs" not in metrics:
         return f"{loss}, perplexity {math.exp(min(metrics['loss'], 700)):.4g}"
     pairs = metrics["pairs"]
+    ties = f" ({metrics['ties']:.0f} tied)" if metrics.get("ties") else ""
     return (
-        f"{loss}, accuracy {metrics['correct']:.0f}/{pairs:.0f}, margin {metrics['margin']:.4g}; "
+        f"{loss}, accuracy {metrics['correct']:.0f}/{pairs:.0f}{ties}, margin {metrics['margin']:.4g}; "
         f"by average log-prob {metrics['log_prob_correct']:.0f}/{pairs:.0f}, margin {metrics['log_prob_margin']:.4g}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,8 +58,20 @@ def find_target(name: str, *, model: str | None = None, overrides: list[str] | N
     if (folder / "adapter_config.json").is_file():
         base = [] if model else as_overrides({"model": _base_of(folder)})
         return Target(load_config(None, ["data=none", *base, *extra]), folder, False)
+    _check_path(folder, name)
     base = as_overrides({"model": name})
     return Target(load_config(None, ["data=none", *base, *extra]), None, False)
+
+
+def _check_path(path: Path, name: str) -> None:
+    """Refuses what can only be a path and isn't there, before anything else is missed."""
+    path = path.expanduser()
+    if path.exists() or not (name.startswith((".", "/", "~")) or (path.parent.name and path.parent.is_dir())):
+        return
+    here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, here, n=2)
+    fix = f"did you mean {' or '.join(str(path.parent / entry) for entry in near)}?" if near else "check the path"
+    raise UserError(Problem(name, "there is no such run, adapter or model", fix))
 
 
 def _run_adapter(run: Path) -> Path:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from longtune.errors import counted
+
 
 @dataclass(slots=True)
 class Report:
@@ -53,19 +55,20 @@ class Report:
     def lines(self) -> list[str]:
         """Lines to print."""
         lines = [
-            f"{count:,} rows of {name} ({', '.join(self.columns.get(name, []))})"
+            f"{counted(count, 'row')} of {name} ({', '.join(self.columns.get(name, []))})"
             for name, count in self.formats.items()
         ]
         lines.append(
-            f"{self.kept:,} examples, {self.tokens:,} tokens, {self.trained:,} trained, longest {self.longest:,}"
+            f"{counted(self.kept, 'example')}, {counted(self.tokens, 'token')}, {self.trained:,} trained, "
+            f"longest {self.longest:,}"
         )
         lines += [f"dropped {count:,}: {reason}" for reason, count in self.dropped.items()]
         if self.truncated:
             lines.append(f"cut to the limit: {self.truncated:,}")
         if self.sharing:
             shares = ", ".join(f"{count:,} {how}" for how, count in self.sharing.items())
-            lines.append(f"prompt shared: {shares}; {self.saved:,} tokens saved")
-        lines += [f"note: {note} ({count:,} rows)" for note, count in self.notes.items()]
+            lines.append(f"prompt shared: {shares}; {counted(self.saved, 'token')} saved")
+        lines += [f"note: {note} ({counted(count, 'row')})" for note, count in self.notes.items()]
         return lines
 
     @classmethod

@@ -183,7 +183,8 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
         trainable: whether its parameters require gradients.
 
     Raises:
-        UserError: no whole LoRA adapter lies there, or it doesn't fit the model (every mismatch is named).
+        UserError: no whole LoRA adapter lies there, it doesn't fit the model (every mismatch is named), or it holds
+            values that are not finite.
     """
     path = find_adapter(folder)
     config = read_config(path)
@@ -201,6 +202,10 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     lacking = sorted(set(_state(loaded)) - set(read_shapes(path)))
     if lacking:
         raise UserError([Problem(str(path), f"has no tensor {name}") for name in lacking[:10]])
+    broken = sorted(name for name, tensor in _state(loaded).items() if not bool(tensor.isfinite().all()))
+    if broken:
+        reason = f"{len(broken)} of its tensors hold values that are not finite, such as {broken[0]}"
+        raise UserError(Problem(str(path), reason, "use an earlier checkpoint, or a lower learning rate"))
     return loaded
 
 

@@ -36,6 +36,7 @@ class Dpo(PairObjective):
         h = chosen - rejected
         reported = {
             "correct": (h > 0).double(),
+            "ties": (h == 0).double(),
             "margin": self.beta * h,
             "chosen_reward": self.beta * chosen,
             "rejected_reward": self.beta * rejected,

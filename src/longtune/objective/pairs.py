@@ -170,9 +170,12 @@ class PairObjective(ABC):
         return Outcome(additive, cotangent.to(torch.promote_types(log_probs.dtype, torch.float32)))
 
     def metrics(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        """`loss`, the per-pair means, `accuracy` with `correct` of `pairs`, and the same by average log-prob."""
+        """`loss`, the per-pair means, `accuracy` with `correct` of `pairs`, and the same by average log-prob.
+
+        `ties`, where the method counts them, are pairs that are not correct because both sides are equal.
+        """
         pairs = totals["pairs"]
-        whole = ("loss", "nll", "correct", "log_prob_correct")
+        whole = ("loss", "nll", "correct", "ties", "log_prob_correct")
         found = {name: value if name in whole else value / pairs for name, value in sums.items()}
         found["accuracy"] = sums["correct"] / pairs
         found["log_prob_accuracy"] = sums["log_prob_correct"] / pairs

@@ -83,7 +83,8 @@ def event_lines(event: dict[str, Any]) -> list[str]:
         return [
             (
                 f"step {event['step']}  validation loss {number(event['loss'])}  {pairs(event)}"
-                f"({counted(event['rows'], 'row')}, {counted(event['trained_tokens'], 'trained token')}, {duration(event['seconds'])})"
+                f"({counted(event['rows'], 'row')}, {counted(event['trained_tokens'], 'trained token')}, "
+                f"{duration(event['seconds'])})"
             )
         ]
     if kind == "samples":
@@ -96,8 +97,9 @@ def event_lines(event: dict[str, Any]) -> list[str]:
         return [f"warning: {event['reason']}" + (f" (rows {', '.join(rows[:4])})" if rows else "")]
     if kind == "done":
         speed = f", {event['tokens_per_second']:,.0f} tok/s" if event["tokens_per_second"] else ""
+        steps = counted(event["step"], "step")
         return [
-            f"done: {counted(event['step'], 'step')} in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
+            f"done: {steps} in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
             f"adapter: {event['adapter']}",
         ]
     if kind == "stopped":
