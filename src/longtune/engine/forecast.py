@@ -62,6 +62,7 @@ class Forecaster:
         self.ghost = ghost
         self._short: dict[int, Ghost] = {}
         self._known: dict[Any, Forecast] = {}
+        self._places: dict[Any, _Places] = {}
         self.period = _period(ghost)
 
     def close(self) -> None:
@@ -86,16 +87,19 @@ class Forecaster:
         count = -(-shape.tokens // chunk)
         rest = shape.tokens - (count - 1) * chunk
         depths = self._depths(plan)
-        fewest = max(_FEWEST, min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 3)
+        fewest = max(_FEWEST, min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 2)
         counts = [count] if count <= fewest + 1 else [fewest, fewest + 1]
         found: dict[tuple[int, int], _Places] = {}
         for depth in depths:
             ghost = self._ghost(depth)
             for n in counts:
-                whole = n == count and isinstance(row, Forest)
-                forest = row if whole else shape.resized((n - 1) * chunk + rest).forest()
-                traced = ghost.trace(plan, forest, one_pass)
-                found[n, depth] = _Places(traced, n, depth, self._tail(plan))
+                whole = isinstance(row, Forest) and n == count
+                part = shape.resized((n - 1) * chunk + rest)
+                key = (plan, part, one_pass, depth)
+                if key not in self._places:
+                    traced = ghost.trace(plan, row if whole else part.forest(), one_pass)
+                    self._places[key] = _Places(traced, n, depth, self._tail(plan))
+                found[n, depth] = self._places[key]
         layers = self.ghost.layers
         places = _extrapolated(found, counts, depths, count, layers)
         worst = max(places.values(), key=lambda b: sum(b.values()))

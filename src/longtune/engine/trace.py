@@ -210,7 +210,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _made(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, tuple[int, Work]]:
-        """What an operation returns, and what it takes. Cells repeat, and torch is slow with shapes: both are remembered."""
+        """What an operation returns, and what it takes; remembered, as cells repeat and torch is slow with shapes."""
         key = (func, _spec(args), _spec(tuple(kwargs.items())))
         try:
             known = self._shapes.get(key)

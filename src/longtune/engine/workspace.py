@@ -84,8 +84,8 @@ def temporaries(kind: str, name: str, args: Any, kwargs: Any, outs: list[torch.T
 
 
 def _flash_backward(queries: int, keys: int, sequences: int, q: torch.Tensor, k: torch.Tensor) -> int:
-    """FlashAttention-2: dQ is summed in fp32 and the row sums of dO * O are kept, in rows rounded up to 128; under grouped
-    heads dK and dV are made for every query head and then added up."""
+    """FlashAttention-2: dQ is summed in fp32 and the row sums of dO * O are kept, in rows rounded up to 128; under
+    grouped heads dK and dV are made for every query head and then added up."""
     heads, width = q.shape[-2], -(-q.shape[-1] // 32) * 32
     rows = -(-queries // 128) * 128 + (128 * sequences if sequences > 1 else 0)
     grouped = 2 * keys * heads * q.shape[-1] * k.element_size() if k.shape[-2] != heads else 0

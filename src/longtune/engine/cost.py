@@ -1,0 +1,71 @@
+"""Seconds of a step from the work that a trace counted and the rates of a device.
+
+A phase takes what its arithmetic, its memory traffic and its attention take one after another, or what launching its
+operations takes, whichever is longer. Copies to and from the host run beside it and count only where they are longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longtune.engine.devices import Device
+from longtune.engine.forecast import Forecast
+from longtune.engine.workspace import Work
+
+PINNING = 3.5e9
+"""Bytes of host memory pinned per second, at the first step (measured: 9 to 28 s for 32 to 64 GiB)."""
+
+DISK = 1.5e9
+"""Bytes per second of a disk for boundaries, where nothing is known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of one micro-batch.
+
+    Attributes:
+        products, attention, memory, launches, copies: matrix products; attention; reading and writing device memory;
+            what waiting for launches adds; what waiting for copies adds.
+        first: what the first step takes more.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    launches: float
+    copies: float
+    first: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.launches + self.copies
+
+
+def seconds(forecast: Forecast, device: Device) -> Seconds:
+    """Seconds of a micro-batch on a device."""
+    found = Seconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for work in forecast.work.values():
+        found = _plus(found, _phase(work, device))
+    host, disk = forecast.away.get("host", 0), forecast.away.get("disk", 0)
+    # Once out and once back.
+    copying = 2 * host / device.link + 2 * disk / min(device.link, DISK)
+    if device.kind != "cuda":
+        return _plus(found, Seconds(0.0, 0.0, 0.0, 0.0, copying, 0.0))
+    late = max(0.0, copying - found.total)
+    return _plus(found, Seconds(0.0, 0.0, 0.0, 0.0, late, host / PINNING))
+
+
+def _phase(work: Work, device: Device) -> Seconds:
+    products = work.products / device.products
+    # Two products forward, five backward (the scores are made again).
+    attention = 2 * work.forward / device.forward + 5 * work.backward / device.backward
+    memory = (work.moved + work.thin_bytes) / device.bandwidth
+    launching = work.launches * device.launch
+    if device.kind == "cpu":
+        return Seconds(products, attention, memory, launching, 0.0, 0.0)
+    late = max(0.0, launching - products - attention - memory)
+    return Seconds(products, attention, memory, late, 0.0, 0.0)
+
+
+def _plus(a: Seconds, b: Seconds) -> Seconds:
+    return Seconds(*(getattr(a, name) + getattr(b, name) for name in Seconds.__slots__))

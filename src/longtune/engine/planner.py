@@ -1,0 +1,380 @@
+"""The choice of a plan: the fastest walk whose predicted bytes fit a budget.
+
+A `Planner` knows one model on one device. It predicts any plan for any row (`predict`), looks for the fastest that fits
+(`choose`), and says how long a row may be (`largest_row`). What a walk takes comes from `forecast`, what hardware makes
+of it from `cost`; here are the terms that a walk doesn't see (weights, optimiser, the process, slack) and the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from longtune.engine import cost, devices
+from longtune.engine.devices import Device
+from longtune.engine.engine import Engine
+from longtune.engine.forecast import Forecast, Forecaster, Row
+from longtune.engine.plan import Plan
+from longtune.engine.trace import Ghost, stored_bytes
+from longtune.tree import Forest
+
+CONTEXT = 600_000_000
+"""Bytes that a CUDA context takes outside the allocator."""
+
+LADDER = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
+"""Chunks that are tried, besides the whole row."""
+
+HEAD_CHUNK = 1024
+KEYS = ("chunk_tokens", "layers_per_segment", "boundary_store", "head_chunk", "keep", "keep_layers")
+"""The keys of a plan."""
+
+_SLACK = {"cuda": 0.05, "cpu": 0.02}
+"""Share of what moves that an allocator holds beyond what is asked of it."""
+
+_SCRATCH = {"cuda": 72 << 20, "cpu": 24 << 20}
+"""Workspaces of matrix libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may take, in bytes: the device's memory, the host's beside it, and disk.
+
+    On a CPU `device` is the whole process, and `host` is not used.
+    """
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan takes for one row.
+
+    Attributes:
+        plan: the plan.
+        tokens: of the row.
+        terms: bytes by what they are for; their sum is `peak_bytes`, apart from `slack`, `host` and `disk`.
+        peak_bytes: of the device (`torch.cuda.max_memory_allocated`), or of the process on a CPU.
+        needed_bytes: what a budget must hold: the peak, slack, and the device's context.
+        seconds: of one micro-batch.
+        phases: peak of each phase of the walk, above weights and optimiser.
+    """
+
+    plan: Plan
+    tokens: int
+    terms: dict[str, int]
+    peak_bytes: int
+    needed_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    seconds: cost.Seconds
+    phases: dict[str, int]
+
+    def fits(self, budget: Budget) -> bool:
+        return self.needed_bytes <= budget.device and self.host_bytes <= budget.host and self.disk_bytes <= budget.disk
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "tokens": self.tokens,
+            "terms": self.terms,
+            "peak_bytes": self.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "phases": self.phases,
+        }
+
+
+class Planner:
+    """Plans for one model on one device.
+
+    Args:
+        model: with its adapter, as `Engine` takes it; it may be on the meta device.
+        device: where it will run.
+        like: an engine of the real model, if there is one.
+        accumulate: micro-batches of an optimiser step.
+        one_pass: the objective's cotangents are known before its log-probs (supervised fine-tuning).
+        process: bytes of this process without the model (on a CPU); None measures them, with the model in memory
+            unless it is on the meta device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        *,
+        like: Engine | None = None,
+        accumulate: int = 1,
+        one_pass: bool = True,
+        process: int | None = None,
+    ):
+        self.device = device
+        self.one_pass = one_pass
+        self.forecaster = Forecaster(Ghost(model, device.attention, device.kind, like))
+        self.unchunkable = self.forecaster.ghost.engine.unchunkable
+        grain = 512 if device.kind == "cuda" else 1
+        trained = [p for p in model.parameters() if p.requires_grad]
+        own = {id(p) for p in trained}
+        held = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own]
+        adapters = stored_bytes(trained, grain)
+        wide = sum(p.numel() * max(4, p.element_size()) for p in trained)
+        self.terms: dict[str, int] = {
+            "weights": stored_bytes(held, grain),
+            "adapters": adapters,
+            "optimiser": 2 * adapters,
+            # Sums of a walk are in its trace; those of earlier micro-batches wait in `.grad`.
+            "gradients": wide if accumulate > 1 else 0,
+        }
+        if device.kind == "cpu":
+            there = 0 if next(model.parameters()).is_meta else self.terms["weights"] + adapters
+            self.terms["process"] = max(0, devices.resident() - there) if process is None else process
+        self._known: dict[Any, Prediction] = {}
+
+    def close(self) -> None:
+        self.forecaster.close()
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # prediction
+
+    def predict(self, plan: Plan, row: Forest | Row) -> Prediction:
+        """What a plan takes for a row."""
+        shape = row if isinstance(row, Row) else Row.of(row)
+        key = (plan, shape)
+        if key not in self._known:
+            self._known[key] = self._predict(plan, row, shape)
+        return self._known[key]
+
+    def _predict(self, plan: Plan, row: Forest | Row, shape: Row) -> Prediction:
+        if plan.boundary_store == "disk":
+            # The same walk as with the host, but for where boundaries go: all but the flow, one residual.
+            forecast = self.forecaster.forecast(replace(plan, boundary_store="host"), row, self.one_pass)
+            flow = min(forecast.away.get("host", 0), self._residual(shape.tokens))
+            away = {"host": flow, "disk": max(0, forecast.away.get("host", 0) - flow)}
+            forecast = replace(forecast, away=away)
+        else:
+            forecast = self.forecaster.forecast(plan, row, self.one_pass)
+        return self._complete(plan, shape.tokens, forecast)
+
+    def _residual(self, tokens: int) -> int:
+        stack = self.forecaster.ghost.engine.stack
+        return tokens * stack.model.config.get_text_config().hidden_size * stack.dtype.itemsize
+
+    def _complete(self, plan: Plan, tokens: int, forecast: Forecast) -> Prediction:
+        kind = self.device.kind
+        walk = forecast.bytes
+        terms = {name: size for name, size in self.terms.items() if size}
+        for name, size in walk.items():
+            if size:
+                terms[name] = terms.get(name, 0) + size
+        host, disk = forecast.away.get("host", 0), forecast.away.get("disk", 0)
+        terms["scratch"] = _SCRATCH.get(kind, 0)
+        if kind == "cpu" and host:
+            terms["host"] = host
+        peak = sum(terms.values())
+        moving = sum(walk.values())
+        slack = int(_SLACK.get(kind, 0.05) * moving)
+        context = CONTEXT if kind == "cuda" else 0
+        terms["slack"] = slack
+        if kind != "cpu":
+            terms |= {name: size for name, size in (("host", host), ("disk", disk)) if size}
+        return Prediction(
+            plan=plan,
+            tokens=tokens,
+            terms=terms,
+            peak_bytes=peak,
+            needed_bytes=peak + slack + context,
+            host_bytes=0 if kind == "cpu" else host,
+            disk_bytes=disk,
+            seconds=cost.seconds(forecast, self.device),
+            phases=forecast.phases,
+        )
+
+    # choice
+
+    def choose(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction | None:
+        """The fastest plan that fits; None if none does.
+
+        Args:
+            fixed: keys of the plan that are given.
+        """
+        shape = row if isinstance(row, Row) else Row.of(row)
+        fixed = dict(fixed or {})
+        found: list[Prediction] = []
+        for keep in [fixed["keep"]] if "keep" in fixed else KEEPS:
+            if keep == "nothing" and any(_is_ample(p) for p in found):
+                break
+            for ladder in self._ladders(shape.tokens, keep, fixed):
+                best = self._fastest_of(ladder, row, budget)
+                if best is not None:
+                    found.append(best)
+                    if _is_ample(best):
+                        break  # What comes next moves more, or makes more again.
+            if found and found[-1].plan.keep == "everything":
+                break
+        return min(found, key=lambda p: p.seconds.total, default=None)
+
+    def _fastest_of(self, plans: list[Plan], row: Forest | Row, budget: Budget) -> Prediction | None:
+        """The first that fits of plans whose chunks, and so their time and memory, only get smaller."""
+        tried: dict[int, Prediction] = {}
+        low, high = 0, len(plans)
+        while low < high:
+            place = self._guess(plans, tried, low, high, budget)
+            prediction = tried[place] = self.predict(plans[place], row)
+            if prediction.fits(budget):
+                high = place
+            elif prediction.host_bytes > budget.host or prediction.disk_bytes > budget.disk:
+                return None  # Smaller chunks don't change that.
+            else:
+                low = place + 1
+        return tried.get(high)
+
+    @staticmethod
+    def _guess(plans: list[Plan], tried: dict[int, Prediction], low: int, high: int, budget: Budget) -> int:
+        """Where to look next: a chunk's own bytes are about proportional to it."""
+        if not tried:
+            return (
+                low if len(plans) < 4 else min(range(low, high), key=lambda i: abs((plans[i].chunk_tokens or 0) - 8192))
+            )
+        last = tried[max(tried) if low > max(tried) - 1 else min(i for i in tried if i >= high or i < low)]
+        own = last.terms.get("cell", 0)
+        chunk = min(last.plan.chunk_tokens or last.tokens, last.tokens)
+        for place in range(low, high):
+            there = min(plans[place].chunk_tokens or last.tokens, last.tokens)
+            if last.needed_bytes + own * (there / chunk - 1) <= budget.device:
+                return place
+        return high - 1
+
+    def _ladders(self, tokens: int, keep: Any, fixed: Mapping[str, Any]) -> Iterator[list[Plan]]:
+        """Plans that keep the same, in groups of falling chunks; groups from fast to slow, from device to disk."""
+        chunks: list[int | None] = [None, *(c for c in LADDER if c < tokens)]
+        if "chunk_tokens" in fixed:
+            chunks = [fixed["chunk_tokens"]]
+        elif self.unchunkable is not None:
+            chunks = [None]
+        if keep == "everything":
+            # What is kept is the same for any chunk: smaller ones only bound the temporaries.
+            chunks = chunks[:1] + [c for c in chunks[1:] if c in (8192, 1024)]
+        heads = [fixed["head_chunk"]] if "head_chunk" in fixed else [HEAD_CHUNK, 256]
+        extra = {"keep_layers": fixed["keep_layers"]} if "keep_layers" in fixed else {}
+        for store, segment in self._homes(keep, fixed):
+            plans = [
+                Plan(
+                    chunk_tokens=chunk,
+                    layers_per_segment=segment,
+                    boundary_store=store,
+                    head_chunk=heads[0],
+                    keep=keep,
+                    **extra,
+                )
+                for chunk in chunks
+            ]
+            yield plans + [replace(plans[-1], head_chunk=head) for head in heads[1:]]
+
+    def _homes(self, keep: str, fixed: Mapping[str, Any]) -> Iterator[tuple[Any, int | None]]:
+        """Where boundaries live, and how many there are: (store, layers of a segment)."""
+        # On a CPU the host is the device.
+        stores = ["device", "disk"] if self.device.kind == "cpu" else ["device", "host", "disk"]
+        if "boundary_store" in fixed:
+            stores = [fixed["boundary_store"]]
+        if "layers_per_segment" in fixed:
+            yield from ((store, fixed["layers_per_segment"]) for store in stores)
+        elif keep == "everything":
+            yield stores[0], 1
+        else:
+            yield from ((store, 1) for store in stores if store != "disk")
+            if keep == "nothing":
+                few = [s for s in (2, 4, 8) if s < self.forecaster.ghost.layers]
+                yield from ((store, segment) for segment in few for store in stores if store != "disk")
+            yield from ((store, 1) for store in stores if store == "disk")
+
+    def smallest(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction:
+        """Of the plans that fit host and disk, the one that needs the fewest device bytes (of all, where none fits)."""
+        shape = row if isinstance(row, Row) else Row.of(row)
+        found = []
+        for plan in self._tight(shape.tokens, dict(fixed or {})):
+            found.append(self.predict(plan, row))
+            if found[-1].fits(budget):
+                return found[-1]
+        roomy = [p for p in found if p.host_bytes <= budget.host and p.disk_bytes <= budget.disk]
+        return min(roomy or found, key=lambda p: p.needed_bytes)
+
+    def _tight(self, tokens: int, fixed: Mapping[str, Any]) -> list[Plan]:
+        """Plans of little memory: of each ladder but those between, one whose chunks are small beside the row."""
+        plans = []
+        for ladder in self._ladders(tokens, fixed.get("keep", "nothing"), fixed):
+            plan = ladder[-1]
+            if "layers_per_segment" not in fixed and plan.layers_per_segment not in (1, 4):
+                continue
+            # Below some thousand tokens a chunk takes little beside keys, values and weights, and is slow to trace.
+            chunks = [p.chunk_tokens for p in ladder if p.chunk_tokens]
+            small = min((c for c in chunks if c >= tokens / 256 and c >= 1024), default=plan.chunk_tokens)
+            plans.append(replace(plan, chunk_tokens=small))
+        return plans
+
+    def largest_row(self, budget: Budget, fixed: Mapping[str, Any] | None = None) -> int:
+        """Tokens of the longest single row that some plan fits, to about 2%; 0 if none does."""
+        fixed = dict(fixed or {})
+        most = max((self._reach(plan, budget) for plan in self._tight(_LONG, fixed)), default=0)
+        if most >= _LONG:
+            return most
+        low, high = 0, _LONG
+        while high - low > max(16, low // 50):
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.smallest(Row(middle), budget, fixed).fits(budget) else (low, middle)
+        return low
+
+    def _reach(self, plan: Plan, budget: Budget) -> int:
+        """Tokens that a plan reaches: everything is linear in a long row."""
+        if plan.chunk_tokens is None:
+            return 0
+        short, long = (self.predict(plan, Row(tokens)) for tokens in (_LONG, 2 * _LONG))
+        limits = []
+        for name, most in (("needed_bytes", budget.device), ("host_bytes", budget.host), ("disk_bytes", budget.disk)):
+            start, step = getattr(short, name), getattr(long, name) - getattr(short, name)
+            if start > most:
+                return 0
+            if step > 0:
+                limits.append(int(_LONG * (1 + (most - start) / step)))
+        return min(limits, default=0) // 1024 * 1024
+
+
+_LONG = 65536
+KEEPS = ("everything", "attention", "nothing")
+_AMPLE = 4096
+
+
+def _is_ample(prediction: Prediction) -> bool:
+    """Whether a plan's chunks are large enough that larger ones, with less kept, would not be faster."""
+    chunk = prediction.plan.chunk_tokens
+    return chunk is None or chunk >= min(_AMPLE, prediction.tokens)
+
+
+def budget_here(device: torch.device, memory: int | None = None, scratch_free: int = 0) -> Budget:
+    """What may be taken on this machine.
+
+    Args:
+        device: a device that is present.
+        memory: bytes that were asked for; None is all that is free but a margin.
+        scratch_free: free bytes of the disk for boundaries.
+    """
+    host = devices.host_memory()
+    spare = int(0.9 * host["available"])
+    if device.type == "cpu":
+        room = devices.resident() + host["available"] - max(512 << 20, host["total"] // 20)
+        return Budget(min(room, memory) if memory else room, 0, int(0.9 * scratch_free))
+    own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    room = devices.free_memory(device) + own + CONTEXT
+    room -= max(256 << 20, room // 50)
+    return Budget(min(room, memory) if memory else room, spare, int(0.9 * scratch_free))
