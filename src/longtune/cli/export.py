@@ -48,7 +48,7 @@ def _export(
     from longtune.export import export as run_export
     from longtune.export.run import as_dict
 
-    adapter, base, trusted = _source(name, model)
+    adapter, base, trusted, note = _source(name, model)
     request = Request(
         adapter=adapter,
         model=base,
@@ -63,6 +63,8 @@ def _export(
     except ExportFailed as error:
         raise Failed(str(error)) from error
     difference = done.difference
+    if note:
+        done.notes.append(note)
     for note in done.notes:
         print(f"note: {note}")
     for file, size in done.files.items():
@@ -74,8 +76,8 @@ def _export(
     return {"target": name, "to": to, "model": base, **as_dict(done)}
 
 
-def _source(name: str, model: str | None) -> tuple[Path, str, bool]:
-    """(adapter's folder, base model, whether its code may run) of TARGET."""
+def _source(name: str, model: str | None) -> tuple[Path, str, bool, str]:
+    """(adapter's folder, base model, whether its code may run, what to tell the user) of TARGET."""
     from longtune.cli.options import find_target
     from longtune.errors import Problem, UserError
     from longtune.model.adapter_files import find_any_adapter, read_updates
@@ -84,12 +86,14 @@ def _source(name: str, model: str | None) -> tuple[Path, str, bool]:
     if (folder / "config.yaml").is_file():
         found = find_target(name, model=model)
         assert found.adapter is not None
-        return found.adapter, found.config.model, found.config.trust_remote_code
+        way = found.config.quantise_on_load
+        note = f"the run trained on weights that were stored as {way} on loading; here the base is as its files hold it"
+        return found.adapter, found.config.model, found.config.trust_remote_code, note if way else ""
     path, _ = find_any_adapter(folder)
     base = model or read_updates(path).base_model
     if base is None:
         raise UserError(Problem(name, "doesn't say which model it was made for", "name it: --model MODEL"))
-    return path, base, False
+    return path, base, False, ""
 
 
 def _weighted(text: str) -> tuple[Path, float]:
