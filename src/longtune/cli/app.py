@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from longtune.cli import chat, check, demo, doctor, eval, export, init, report, train, watch
+from longtune.cli import chat, check, demo, doctor, eval, export, init, quantise, report, sensitivity, train, watch
 
 # Plain help: boxes would not leave room for a verb's options on one screen.
 app = typer.Typer(
@@ -28,6 +28,8 @@ for verb in (
     eval.eval_,
     chat.chat,
     export.export,
+    sensitivity.sensitivity,
+    quantise.quantise,
     doctor.doctor,
 ):
     app.command(verb.__name__.rstrip("_"))(verb)

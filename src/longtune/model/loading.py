@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from longtune.errors import Problem, UserError
 from longtune.model.embedded import EMBEDDED, embedded_folder
-from longtune.model.packed.checkpoint import is_mlx
+from longtune.model.packed.checkpoint import is_mlx, read_config
 from longtune.model.packed.gguf import remember_gguf_bits
 from longtune.model.packed.loader import load_packed
 from longtune.model.packed.onload import check_way, quantising, settle
@@ -171,6 +171,28 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     if native:
         return torch.bfloat16, f"bfloat16, as this {device.type} multiplies it natively"
     return torch.float32, f"float32, as this {device.type} has no bfloat16 instructions"
+
+
+def own_dtype(name: str) -> str:
+    """The dtype that a model's config says its weights have; bfloat16 where it says none that is known.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    _, path = _resolve(name)
+    if path is None:
+        with _quiet():
+            try:
+                found = AutoConfig.from_pretrained(name).get_text_config().dtype
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(_explain(error, f"model: {name}", None, False)) from error
+    elif path.is_dir():
+        values = read_config(path)
+        found = values.get("dtype") or values.get("torch_dtype")
+    else:
+        found = None
+    said = str(found).removeprefix("torch.")
+    return said if said in _DTYPES else "bfloat16"
 
 
 def _cpu_multiplies_bfloat16() -> bool:

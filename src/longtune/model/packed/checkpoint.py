@@ -153,6 +153,10 @@ class Shards:
     def shape(self, name: str) -> list[int]:
         return list(self._files[self._names[name]].get_slice(name).get_shape())
 
+    def is_integer(self, name: str) -> bool:
+        """Whether a tensor is there that holds integers."""
+        return name in self and self._files[self._names[name]].get_slice(name).get_dtype().startswith(("U", "I"))
+
     def get(self, name: str) -> torch.Tensor:
         """A tensor, its memory being the file's until it is written to or moved."""
         try:
@@ -188,6 +192,8 @@ def format_of(path: str, columns: int, shards: Shards, quantisation: dict[str, A
     if entry is not None:
         raise ValueError(f"its entry in the config is {entry!r}, neither a format nor false")
     if f"{path}.scales" not in shards:
+        if shards.is_integer(f"{path}.weight"):
+            raise ValueError(f"is packed, and {path}.scales is missing")
         return None
     groups, words = shards.shape(f"{path}.scales")[-1], shards.shape(f"{path}.weight")[-1]
     if not groups or columns % groups:

@@ -7,7 +7,6 @@ made and writes nothing but the result, so that it runs at the speed of memory.
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
@@ -35,11 +34,8 @@ def dequantise_rows(
 
 
 def uses_triton(out: torch.Tensor) -> bool:
-    """Whether the Triton kernel fills this tensor: on CUDA with triton installed (not in fp64), and on the CPU under
-    Triton's interpreter (its tests)."""
-    if out.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not has_triton():
-        return False
-    return out.is_cuda or (out.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether the Triton kernel fills this tensor: on CUDA with triton installed, but not in fp64."""
+    return out.is_cuda and out.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
 
 
 def has_triton() -> bool:

@@ -98,6 +98,7 @@ class _Filling:
     dtype: torch.dtype
     device: torch.device
     used: set[str] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
     def run(self) -> None:
@@ -137,9 +138,11 @@ class _Filling:
             format = format_of(there, columns, self.shards, self.quantisation)
         except ValueError as error:
             self._problem(f"{there}.weight", str(error))
+            self.filled |= {f"{path}.weight", f"{path}.bias"}
             return
         if format is None:
             return
+        self.filled |= {f"{path}.weight", f"{path}.bias"}
         made = self._packed(there, format, [rows], columns, _class_of(module), module)
         if made is not None:
             self.model.set_submodule(path, made)
@@ -148,10 +151,8 @@ class _Filling:
         self, there: str, format: Format, leading: list[int], columns: int, kind: type[PackedWeight], module: Any
     ) -> PackedWeight | None:
         """A packed module of the tensors under a name in the file; None after a problem."""
-        parts: dict[str, torch.Tensor | None] = {}
         names = {part: f"{there}.{part}" for part in ("weight", *_PACKED_PARTS)}
-        for part, name in names.items():
-            parts[part] = self._take(name)
+        parts = {part: self._take(name) for part, name in names.items()}
         wanted = ["scales", *(["biases"] if format.mode == "affine" else [])]
         lost = [names[part] for part in wanted if parts[part] is None]
         if lost:
@@ -187,6 +188,7 @@ class _Filling:
     def _fill_experts(self, path: str, module: Any, names: dict[str, str]) -> None:
         """A stack of experts: MLX keeps gate, up and down apart, each [E, out, in]."""
         there = self._find_stack(path, names)
+        self.filled |= {f"{path}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")}
         if there is None:
             self._problem(path, f"no tensor for its experts is there ({' or '.join(_STACKS)}, with gate_proj.weight)")
             return
@@ -222,19 +224,20 @@ class _Filling:
                 module.add_module(name, stack)
             elif len(plain) == len(parts):
                 whole = weave(plain, 1)
-                setattr(module, name, _frozen(whole.transpose(1, 2).contiguous() if module.is_transposed else whole))
+                whole = whole.transpose(1, 2).contiguous() if module.is_transposed else whole
+                self._assign(f"{path}.{name}", whole)
             elif made and plain:
                 self._problem(f"{there}.{parts[0]}", "is packed, and its partner is not: they share a place")
             if module.has_bias:
-                self._fill_expert_bias(module, f"{name}_bias", [f"{there}.{part}.bias" for part in parts], weave)
+                self._fill_expert_bias(f"{path}.{name}_bias", [f"{there}.{part}.bias" for part in parts], weave)
 
-    def _fill_expert_bias(self, module: Any, name: str, there: list[str], weave: _Weave) -> None:
+    def _fill_expert_bias(self, name: str, there: list[str], weave: _Weave) -> None:
         found = [self._take(at, cast=True) for at in there]
         for at, tensor in zip(there, found, strict=True):
             if tensor is None:
                 self._problem(at, "is missing")
         if all(tensor is not None for tensor in found):
-            setattr(module, name, _frozen(weave(cast(list[torch.Tensor], found), 1)))
+            self._assign(name, weave(cast(list[torch.Tensor], found), 1))
 
     def _find_stack(self, path: str, names: dict[str, str]) -> str | None:
         parent = path.rpartition(".")[0]
@@ -246,17 +249,19 @@ class _Filling:
 
     def _fill_plain(self, names: dict[str, str]) -> None:
         """Parameters and kept buffers that are still without memory."""
-        for name, tensor in [*self.model.named_parameters(), *_kept_buffers(self.model)]:
-            if not tensor.is_meta or name not in names:
+        for name, tensor in self._plain_tensors():
+            if name in self.filled or name not in names:
                 continue
             there = names[name]
             path = there.removesuffix(".weight")
             if tensor.ndim == 2 and path != there and f"{path}.scales" in self.shards:
+                self.filled.add(name)
                 found = self._unpacked(path, tensor)
             else:
                 found = self._take(there, cast=tensor.is_floating_point())
             if found is None:
                 continue
+            self.filled.add(name)
             if found.shape != tensor.shape:
                 self._problem(there, f"is {list(found.shape)}, the config says {list(tensor.shape)}")
             elif found.is_floating_point() != tensor.is_floating_point():
@@ -280,6 +285,7 @@ class _Filling:
         return None if packed is None else packed.dequantise()
 
     def _assign(self, name: str, value: torch.Tensor) -> None:
+        self.filled.add(name)
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         if leaf in module._parameters:
@@ -291,16 +297,20 @@ class _Filling:
         """The head that the embedding serves as, where the file has none of its own."""
         head = cast(Any, self.model.get_output_embeddings())
         embedding = cast(Any, self.model.get_input_embeddings())
-        if isinstance(head, PackedWeight) or not head.weight.is_meta:
-            return
+        path = next((path for path, module in modules.items() if module is head), None)
         tied = getattr(self.model.config.get_text_config(), "tie_word_embeddings", False)
-        if not tied or embedding.weight.is_meta:
+        if path is None or not tied or f"{path}.weight" in self.filled:
             return
         if isinstance(embedding, PackedEmbedding):
-            path = next(path for path, module in modules.items() if module is head)
             self.model.set_submodule(path, TiedHead(embedding))
         else:
             head.weight = embedding.weight
+
+    def _plain_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and kept buffers by name, those of packed modules left out; a shared one is named once."""
+        packed = [f"{path}." for path, module in self.model.named_modules() if isinstance(module, PackedWeight)]
+        named = [*self.model.named_parameters(), *_kept_buffers(self.model)]
+        return [(name, tensor) for name, tensor in named if not name.startswith(tuple(packed))]
 
     def _take(self, name: str, cast: bool = False) -> torch.Tensor | None:
         """A tensor of the file on its device, in the compute dtype for `cast`; None where there is none."""
@@ -319,9 +329,8 @@ class _Filling:
         self.used.update(f"{path}.{part}" for part in ("weight", "bias", *_PACKED_PARTS))
 
     def _report(self) -> None:
-        blamed = {problem.place.partition(": ")[2].rpartition(".")[0] for problem in self.problems}
-        for name, tensor in [*self.model.named_parameters(), *_kept_buffers(self.model)]:
-            if tensor.is_meta and f"{self.prefix}{name}".rpartition(".")[0] not in blamed:
+        for name, _ in self._plain_tensors():
+            if name not in self.filled:
                 self.problems.append(Problem(f"{self.shards.folder}: {self.prefix}{name}", "is missing"))
         ignored = [re.compile(p) for p in getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or []]
         for name in self.shards:

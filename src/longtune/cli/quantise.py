@@ -1,0 +1,117 @@
+"""`longtune quantise`: a plain model as a quantised one, more bits where the measured sensitivities ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, run
+
+
+def quantise(
+    model: Annotated[str, typer.Argument(help="A folder, a hub name, or smollm2.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    bits: Annotated[int, typer.Option(help="Width of most modules.")] = 4,
+    high_bits: Annotated[int, typer.Option(help="Width of the sensitive ones.")] = 8,
+    target_bpw: Annotated[float, typer.Option(min=0.0, help="Bits per weight of the whole model, at most.")] = 5.0,
+    group_size: Annotated[int, typer.Option(min=1, help="Numbers that share a scale.")] = 64,
+    sensitivity: Annotated[Path | None, typer.Option(help="Figures; the default is the model's own.")] = None,
+    uniform: Annotated[bool, typer.Option("--uniform", help="The same width everywhere, without figures.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of scales and plain weights; the model's own by default.")] = None,
+    trust: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write MODEL with packed weights in MLX's layout, which mlx-lm and longtune load.
+
+    \b
+    longtune sensitivity smollm2 --data rows.jsonl
+    longtune quantise smollm2 --sensitivity sensitivity.json --target-bpw 5 --out smollm2-5bit
+
+    Scales count: 4 bits in groups of 64 are 4.5 bits per weight.
+    """
+    run(
+        lambda: _quantise(
+            model, out, bits, high_bits, target_bpw, group_size, sensitivity, uniform, dtype, trust_remote_code=trust
+        ),
+        as_json,
+    )
+
+
+def _quantise(
+    name: str,
+    out: Path,
+    bits: int,
+    high_bits: int,
+    target: float,
+    group_size: int,
+    sensitivity: Path | None,
+    uniform: bool,
+    dtype: str | None,
+    *,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    from longtune.cli.sensitivity import affine_formats, bar, print_left
+    from longtune.errors import Problem, UserError
+    from longtune.quantise.writing import check_free
+
+    low, high = affine_formats(str(bits), group_size)[0], affine_formats(str(high_bits), group_size)[0]
+    if not uniform and high.bits <= low.bits:
+        raise UserError(Problem("--high-bits", f"{high.bits} is not above --bits {low.bits}", "or use --uniform"))
+    if uniform and sensitivity is not None:
+        raise UserError(Problem("--uniform", "uses no sensitivities", "leave out one of the two"))
+    check_free(out)
+
+    from longtune.model.loading import load_model, own_dtype
+    from longtune.quantise import choose_widths, find_units, uniform_widths, write_checkpoint
+    from longtune.quantise.figures import figures_for
+    from longtune.quantise.writing import plain_size
+
+    loaded = load_model(name, dtype=dtype or own_dtype(name), device="cpu", trust_remote_code=trust_remote_code)
+    units, left = find_units(loaded.model, group_size)
+    print_left(left)
+    plain, scale_bits = plain_size(loaded.model, units), 8 * loaded.model.dtype.itemsize
+    kl: dict[str, dict[int, float]] = {}
+    if uniform:
+        widths = uniform_widths(units, low, plain, scale_bits)
+    else:
+        kl = figures_for([unit.name for unit in units], loaded.path, sensitivity)
+        widths = choose_widths(units, low, high, target, kl, plain, scale_bits)
+    for note in widths.notes:
+        print(note)
+    about = {
+        "model": name,
+        "bits": low.bits,
+        "high_bits": None if uniform else high.bits,
+        "target_bits_per_weight": None if uniform else target,
+        "group_size": group_size,
+    }
+    source = loaded.path if loaded.path is not None and loaded.path.is_dir() else None
+    with bar("packing", len(units)) as step:
+        write_checkpoint(
+            out,
+            loaded.model,
+            loaded.tokenizer,
+            units,
+            widths,
+            source=source,
+            kl=kl,
+            about=about,
+            on_unit=lambda unit: step(unit.name),
+        )
+    raised = sum(format == high for format in widths.formats.values()) if not uniform else 0
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    shown = f"{len(units)} modules at {low.bits} bits" if uniform else f"{raised} of {len(units)} at {high.bits} bits"
+    print(f"{shown}, {widths.bits_per_weight:.3f} bits per weight, {size / 1e6:,.1f} MB")
+    print(f"wrote {out}")
+    return {
+        "model": name,
+        "out": str(out),
+        "bits_per_weight": widths.bits_per_weight,
+        "bytes": size,
+        "modules": len(units),
+        "high": raised,
+        "left": left,
+        "bits": {name: format.bits for name, format in widths.formats.items()},
+    }
