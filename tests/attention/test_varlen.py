@@ -1,4 +1,4 @@
-"""Spans as sequences of varying length: the tables on the CPU with the launch done by the reference, the launch on CUDA."""
+"""Spans as sequences of varying length: the tables on the CPU, the launch done by the reference; on CUDA the launch."""
 
 from __future__ import annotations
 

@@ -95,6 +95,8 @@ class AttentionPort:
         self.name = f"longtune-{next(_NUMBERS)}"
         self_ref = weakref.ref(self)
 
+        # A compiled layer leaves its graph here: what a cell reads and writes is none of a compiler's business.
+        @torch.compiler.disable
         def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
             port = self_ref()
             assert port is not None, "the engine of this attention was closed"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
 from longtune.attention.path import PathAttention, PathKernel
+from longtune.attention.triton_path import TritonPath
 from longtune.attention.varlen import VarlenFlash
 
 KERNELS: dict[str, type] = {
@@ -15,6 +17,8 @@ KERNELS: dict[str, type] = {
     "cpu-flash": CpuFlash,
     "cuda-flash": CudaFlash,
     "cudnn": Cudnn,
+    # Whole chunks are computed by `TritonPath`; what it can't take, explicitly.
+    "triton": Reference,
 }
 
 
@@ -46,10 +50,20 @@ def choose(device: torch.device, dtype: torch.dtype) -> Choice:
 def path_attention(device: torch.device, dtype: torch.dtype, name: str | None = None) -> tuple[PathAttention, Choice]:
     """The attention for a device and dtype; `name` overrules the choice."""
     choice = Choice(name, "asked for") if name else choose(device, dtype)
-    return PathAttention(KERNELS[choice.name](), Reference(), paths=path_kernels(choice.name)), choice
+    paths = path_kernels(device, dtype, choice.name)
+    return PathAttention(KERNELS[choice.name](), Reference(), paths=[kernel for kernel, _ in paths]), choice
 
 
-def path_kernels(name: str) -> list[PathKernel]:
-    """The kernels that take a chunk's paths as a whole, beside the block kernel of a name: where rows are short or a
-    window cuts them."""
-    return [VarlenFlash()] if name in ("cuda-flash", "cudnn") else []
+def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tuple[PathKernel, str]]:
+    """The kernels that compute some chunks as a whole, beside the block kernel of a name, each with what it is for."""
+    found: list[tuple[PathKernel, str]] = []
+    if name in ("cuda-flash", "cudnn"):
+        found.append((VarlenFlash(), "short rows and sliding windows in one launch of FlashAttention-2"))
+    triton = importlib.util.find_spec("triton") is not None
+    if name == "triton" or (device.type == "cuda" and triton and dtype in HALF and name in ("cuda-flash", "cudnn")):
+        everything = name == "triton"
+        found.append((TritonPath(always=everything), "everything" if everything else "softcap, in triton"))
+    return found
+
+
+HALF = (torch.bfloat16, torch.float16)

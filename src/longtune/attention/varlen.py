@@ -115,7 +115,7 @@ def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 
 class VarlenFlash:
-    """The contract of `path.PathKernel`; bf16 and fp16 on CUDA, widths that are multiples of 8 up to 256, no softcap."""
+    """The contract of `path.PathKernel`; bf16 and fp16 on CUDA, widths of multiples of 8 to 256, no softcap."""
 
     name = "flash-varlen"
 

@@ -1,0 +1,304 @@
+"""Attention on a GPU: milliseconds and TFLOP/s of the last chunk of a row, forward and backward, way by way.
+
+Long rows (a chunk of 8,192 tokens against paths of 8K to 128K), a sliding window, a softcap, and packed short rows
+(single sequences, and pairs that share a prompt). Each way is first compared with explicit fp64 attention on a short
+row of the same kind. TFLOP/s count the pairs of query and key that the mask allows: 4 D H each forward, 10 D H
+backward.
+
+    python bench/attention.py --out attention.json
+    python bench/attention.py --tune            # tile sizes of the Triton kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from common import machine, preference_tree
+
+from longtune.attention.kernels import CudaFlash, Cudnn, Reference
+from longtune.attention.path import PathAttention, Score
+from longtune.attention.store import KVStore
+from longtune.attention.triton_path import Blocks, Sizes, TritonPath, sizes
+from longtune.attention.varlen import VarlenFlash
+from longtune.tree import Chunk, Forest, Tree
+
+DTYPE = torch.bfloat16
+Shape = tuple[int, int, int, int]
+"""Query heads, key heads, key width, value width."""
+LLAMA: Shape = (32, 8, 128, 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of work.
+
+    Attributes:
+        row: the row whose last chunk is timed. small: a short row of the same kind, for the check.
+        ways: names of the ways that can do it, the slowest left out where it would take seconds.
+    """
+
+    name: str
+    row: Callable[[], Forest]
+    small: Callable[[], Forest]
+    chunk: int
+    score: Score
+    ways: tuple[str, ...]
+    shape: Shape = LLAMA
+
+
+WAYS: dict[str, Callable[[], PathAttention]] = {
+    "cudnn blocks": lambda: PathAttention(Cudnn(), Reference()),
+    "flash blocks": lambda: PathAttention(CudaFlash(), Reference()),
+    "flash varlen": lambda: PathAttention(CudaFlash(), Reference(), paths=[VarlenFlash()]),
+    "triton": lambda: PathAttention(Reference(), Reference(), paths=[TritonPath(always=True)]),
+    "reference": lambda: PathAttention(Reference(), Reference()),
+}
+
+
+def sequence(tokens: int) -> Tree:
+    return Tree.sequence(torch.zeros(tokens, dtype=torch.int64))
+
+
+def long(tokens: int) -> Callable[[], Forest]:
+    return lambda: Forest([sequence(tokens)])
+
+
+def short_rows(total: int, shortest: int, longest: int) -> Callable[[], Forest]:
+    def make() -> Forest:
+        draw = random.Random(0)
+        lengths: list[int] = []
+        while sum(lengths) < total:
+            lengths.append(min(draw.randint(shortest, longest), total - sum(lengths)))
+        return Forest([sequence(n) for n in lengths])
+
+    return make
+
+
+def pairs(count: int, prompt: int, answer: int) -> Callable[[], Forest]:
+    return lambda: Forest([preference_tree(prompt, answer, 100, shared=True) for _ in range(count)])
+
+
+def cases() -> list[Case]:
+    scale = LLAMA[2] ** -0.5
+    plain, window, capped = Score(scale), Score(scale, window=4096), Score(scale, 50.0)
+    blocks = ("cudnn blocks", "flash blocks", "triton")
+    masked = ("flash varlen", "triton", "cudnn blocks")
+    spans = ("flash varlen", "triton", "flash blocks")
+    one = long(1536)
+    gemma = Score(0.0625, 50.0, 4096)
+    return [
+        Case("path 8K", long(8192), one, 8192, plain, (*blocks, "reference")),
+        Case("path 32K", long(32768), one, 8192, plain, blocks),
+        Case("path 128K", long(131072), one, 8192, plain, blocks),
+        Case("window 4096 of 32K", long(32768), one, 8192, window, masked),
+        Case("softcap, path 8K", long(8192), one, 8192, capped, ("triton", "reference")),
+        Case("softcap, path 32K", long(32768), one, 8192, capped, ("triton",)),
+        Case("softcap, window, width 256", long(32768), one, 8192, gemma, ("triton",), (16, 8, 256, 256)),
+        Case("packed 100-2,000", short_rows(16384, 100, 2000), short_rows(1200, 30, 200), 16384, plain, spans),
+        Case("pairs 400 + 2 x 150", pairs(23, 400, 150), pairs(3, 200, 90), 16384, plain, spans),
+    ]
+
+
+class Work:
+    """One chunk ready to run: its store is full."""
+
+    def __init__(self, row: Forest, chunk_tokens: int, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0):
+        self.row, self.shape = row, shape
+        self.chunks = row.chunks(chunk_tokens)
+        heads, key_heads, width, value_width = shape
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def make(heads: int, tokens: int, width: int) -> torch.Tensor:
+            # Token-major memory behind a head-major view, as models hand it over.
+            x = torch.randn(1, tokens, heads, width, device=device, generator=generator)
+            return x.to(dtype).transpose(1, 2)
+
+        self.k, self.v = make(key_heads, row.size, width), make(key_heads, row.size, value_width)
+        self.q, self.dout = make(heads, row.size, width), make(heads, row.size, value_width)
+        self.store = KVStore(row.size)
+        for chunk in self.chunks:
+            own = slice(chunk.start, chunk.end)
+            self.store.write(chunk, self.k[:, :, own], self.v[:, :, own])
+        self.store.open_gradients()
+
+    def of(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        return x[:, :, chunk.start : chunk.end]
+
+
+def allowed(row: Forest, window: int | None) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Per span: first column, last column and the ranges before it; for counting and for the explicit mask."""
+    for span in row.chunks(None)[0].spans:
+        yield span.start, span.end, list(span.past)
+
+
+def pairs_seen(chunk: Chunk, window: int | None) -> int:
+    """Pairs of query and key that the mask allows."""
+    total = 0
+    for span in chunk.spans:
+        first, last = span.position + 1, span.position + span.end - span.start
+        if window is None or last <= window:
+            total += (first + last) * (last - first + 1) // 2
+        else:
+            grows = max(0, window - first + 1)
+            total += (first + first + grows - 1) * grows // 2 + (last - first + 1 - grows) * window
+    return total
+
+
+def explicit(work: Work, score: Score) -> tuple[torch.Tensor, ...]:
+    """Output and dQ, dK, dV of a whole row in fp64."""
+    T, device = work.row.size, work.q.device
+    mask = torch.zeros(T, T, dtype=torch.bool, device=device)
+    for start, end, past in allowed(work.row, score.window):
+        path = torch.cat([torch.arange(a, b) for a, b in [*past, (start, end)]])
+        position = torch.arange(path.numel())
+        own = position[-(end - start) :]
+        distance = own[:, None] - position[None]
+        seen = (distance >= 0) & (distance < (score.window or path.numel()))
+        mask[torch.arange(start, end)[:, None], path[None]] = seen.to(device)
+    leaves = [x.double().detach().requires_grad_() for x in (work.q, work.k, work.v)]
+    q, k, v = leaves
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * score.scale
+    if score.softcap:
+        scores = score.softcap * torch.tanh(scores / score.softcap)
+    out = torch.softmax(scores.masked_fill(~mask, -math.inf), -1) @ v.repeat_interleave(groups, 1)
+    return out.detach(), *torch.autograd.grad(out, leaves, work.dout.double())
+
+
+def error(case: Case, attention: PathAttention, device: str, chunk_tokens: int = 512) -> float:
+    """Largest relative error of output, dQ, dK and dV on the short row."""
+    heads, key_heads, width, value_width = case.shape
+    shape = (max(heads // key_heads * 2, 2), 2, width, value_width)
+    work = Work(case.small(), chunk_tokens, shape, DTYPE, device, seed=1)
+    score = case.score
+    if score.window is not None:
+        score = Score(score.scale, score.softcap, 272)
+    kept = [attention.forward(work.of(work.q, c), work.store, c, score) for c in work.chunks]
+    dq = []
+    for chunk, (out, lse) in reversed(list(zip(work.chunks, kept, strict=True))):
+        dout, q = work.of(work.dout, chunk), work.of(work.q, chunk)
+        dq.append(attention.backward(dout, q, out, lse, work.store, chunk, score))
+    dk, dv = (x.transpose(1, 2) for x in work.store.accumulators)
+    found = (torch.cat([o for o, _ in kept], 2), torch.cat(dq[::-1], 2), dk, dv)
+    truth = explicit(work, score)
+    worst = [float(torch.linalg.norm(o.double() - t) / torch.linalg.norm(t)) for o, t in zip(found, truth, strict=True)]
+    return max(worst) if all(math.isfinite(x) for x in worst) else math.inf
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def timed(case: Case, attention: PathAttention, repeats: int) -> dict[str, float]:
+    work = Work(case.row(), case.chunk, case.shape, DTYPE, "cuda")
+    chunk = work.chunks[-1]
+    q, dout = work.of(work.q, chunk), work.of(work.dout, chunk)
+    out, lse = attention.forward(q, work.store, chunk, case.score)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward = milliseconds(lambda: attention.forward(q, work.store, chunk, case.score), repeats)
+    backward = milliseconds(lambda: attention.backward(dout, q, out, lse, work.store, chunk, case.score), repeats)
+    work_forward = 4 * case.shape[2] * case.shape[0] * pairs_seen(chunk, case.score.window) / 1e9
+    return {
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "forward_tflops": work_forward / forward,
+        "backward_tflops": 2.5 * work_forward / backward,
+        "extra_gib": (torch.cuda.max_memory_allocated() - before) / 2**30,
+    }
+
+
+def race(repeats: int, only: list[str] | None, save: Callable[[list[dict[str, object]]], None]) -> None:
+    rows: list[dict[str, object]] = []
+    for case in cases():
+        if only and not any(word in case.name for word in only):
+            continue
+        for way in case.ways:
+            entry: dict[str, object] = {"case": case.name, "way": way}
+            try:
+                attention = WAYS[way]()
+                entry["error"] = error(case, attention, "cuda" if torch.cuda.is_available() else "cpu")
+                if torch.cuda.is_available():
+                    entry.update(timed(case, attention, repeats))
+            except Exception as fault:  # One way that fails must not end the race; it is shown.
+                entry["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
+            rows.append(entry)
+            print(json.dumps(entry), flush=True)
+            save(rows)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    print(f"{'case':<28}{'way':<14}{'fwd ms':>8} {'TF/s':>5} {'bwd ms':>8} {'TF/s':>5} {'GiB':>6} {'error':>9}")
+    keys = ("forward_ms", "forward_tflops", "backward_ms", "backward_tflops", "extra_gib", "error")
+    for row in rows:
+        cells = "{:>8.2f} {:>5.0f} {:>8.2f} {:>5.0f} {:>6.2f} {:>9.1e}".format(*(row.get(k, math.nan) for k in keys))
+        print(f"{row['case']:<28}{row['way']:<14}{cells} {row.get('failed', '')}")
+
+
+CANDIDATES = {
+    "forward": [Blocks(128, 128, 8, 2), Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
+    "dq": [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(128, 128, 8, 1)],
+    "dkv": [Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 3), Blocks(32, 64, 4, 3)],
+}
+
+
+def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]], None]) -> None:
+    """Each kernel's candidates while the other two keep their sizes."""
+    rows: list[dict[str, object]] = []
+    for case in cases():
+        if case.name not in names:
+            continue
+        usual = sizes(case.shape[2], case.shape[3], DTYPE)
+        for kernel, candidates in CANDIDATES.items():
+            for blocks in candidates:
+                forced = Sizes(**{**{k: getattr(usual, k) for k in CANDIDATES}, kernel: blocks})
+                attention = PathAttention(Reference(), Reference(), paths=[TritonPath(always=True, forced=forced)])
+                entry: dict[str, object] = {"case": case.name, "kernel": kernel, "blocks": str(blocks)}
+                try:
+                    entry.update(timed(case, attention, repeats))
+                except Exception as fault:  # Too much shared memory, say: not a candidate.
+                    entry["failed"] = f"{type(fault).__name__}: {str(fault)[:200]}"
+                rows.append(entry)
+                print(json.dumps(entry), flush=True)
+                save(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="words of the names of cases")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tune", nargs="*", metavar="CASE", help="try tile sizes of the Triton kernels")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+
+    def save(rows: list[dict[str, object]]) -> None:
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump({"machine": machine(), "rows": rows}, file, indent=1)
+
+    if args.tune is not None:
+        tune(args.tune or ["path 32K", "softcap, window, width 256"], args.repeats, save)
+    else:
+        race(args.repeats, args.only, save)
+
+
+if __name__ == "__main__":
+    main()

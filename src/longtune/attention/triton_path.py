@@ -1,0 +1,311 @@
+"""Attention of a whole chunk over its tree paths by Triton: softcap, windows, any widths, any number of spans.
+
+What torch's own kernels cannot do, or only with masks or a loop over spans, in three launches: forward; dQ; dK with dV
+straight into the store's accumulators. No keys are gathered or repeated: the kernels (`triton_kernels.py`) read
+the KV store through tables of tiles that are made once for a chunk. The results are the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from longtune.attention.path import Memo, Score, cut, join
+from longtune.attention.store import KVStore
+from longtune.tree import Chunk, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Tile sizes of one kernel: queries, keys; warps and pipeline stages."""
+
+    queries: int
+    keys: int
+    warps: int = 8
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tile sizes of the three kernels."""
+
+    forward: Blocks
+    dq: Blocks
+    dkv: Blocks
+
+
+def sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
+    """Tile sizes for head widths; chosen by measurement on an H200 (docs/kernels.md)."""
+    widest = max(width, value_width)
+    if dtype == torch.float32:
+        small = Blocks(32, 32, 4, 1) if widest > 64 else Blocks(64, 32, 4, 1)
+        return Sizes(small, small, small)
+    if widest <= 64:
+        return Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3))
+    if widest <= 128:
+        return Sizes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2))
+    return Sizes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """int32 tables of a chunk, on its device.
+
+    Attributes:
+        query_tiles: [n, 5] column of the chunk, queries, position, first and last (excluded) of its ranges.
+        ranges: [n, 3] column of the row, keys, position.
+        key_tiles: [n, 5] column of the row, keys, position, first and last (excluded) of its readers.
+        readers: [n, 3] column of the chunk, queries, position.
+    """
+
+    query_tiles: torch.Tensor
+    ranges: torch.Tensor
+    key_tiles: torch.Tensor
+    readers: torch.Tensor
+
+
+def _seen(span: Span, window: int | None) -> list[tuple[int, int, int]]:
+    """Column, length and position of the ranges that some query of the span sees, in path order."""
+    unseen = 0 if window is None else max(0, span.position - window + 1)
+    position = unseen
+    found = []
+    for start, end in cut(join(span.past, span.start, span.end), unseen):
+        found.append((start, end - start, position))
+        position += end - start
+    return found
+
+
+def _tiled(begin: int, end: int, step: int) -> torch.Tensor:
+    """[n, 2]: start and length of the pieces of [begin, end)."""
+    start = torch.arange(begin, end, step)
+    return torch.stack([start, torch.clamp(end - start, max=step)], 1)
+
+
+def _tiles(pieces: torch.Tensor, position: int, first: int, last: int) -> torch.Tensor:
+    """[n, 5] from pieces of a run of columns whose first one is at `position`."""
+    at = pieces[:, :1] - pieces[0, 0] + position
+    ends = torch.tensor([[first, last]]).expand(pieces.shape[0], 2)
+    return torch.cat([pieces, at, ends], 1)
+
+
+def make_tables(chunk: Chunk, window: int | None, device: torch.device, *, query_block: int, key_block: int) -> Tables:
+    """The tables of a chunk, with tiles of `query_block` queries and of `key_block` keys."""
+    ranges: list[tuple[int, int, int]] = []
+    query_tiles: list[torch.Tensor] = []
+    # Per run of columns that is read, its position and the spans that read it: whole runs, then cut where any begins.
+    reads: list[tuple[int, int, int, Span]] = []
+    for span in chunk.spans:
+        seen = _seen(span, window)
+        pieces = _tiled(span.start - chunk.start, span.end - chunk.start, query_block)
+        query_tiles.append(_tiles(pieces, span.position, len(ranges), len(ranges) + len(seen)))
+        ranges += seen
+        reads += [(column, column + length, position, span) for column, length, position in seen]
+    key_tiles: list[torch.Tensor] = []
+    readers: list[tuple[int, int, int]] = []
+    for begin, end, position, spans in _segments(reads):
+        readers_before = len(readers)
+        readers += [(s.start - chunk.start, s.end - s.start, s.position) for s in spans]
+        key_tiles.append(_tiles(_tiled(begin, end, key_block), position, readers_before, len(readers)))
+    # The last tiles of a chunk have the most keys to see: they go first.
+    made = (torch.cat(query_tiles).flip(0), torch.tensor(ranges), torch.cat(key_tiles), torch.tensor(readers))
+    return Tables(*(x.to(device, torch.int32) for x in made))
+
+
+def _segments(reads: list[tuple[int, int, int, Span]]) -> list[tuple[int, int, int, list[Span]]]:
+    """Disjoint runs of columns, each with its position and all the spans that read it, in the spans' order."""
+    edges = sorted({edge for begin, end, _, _ in reads for edge in (begin, end)})
+    opening: dict[int, list[int]] = {}
+    closing: dict[int, list[int]] = {}
+    for index, (begin, end, _, _) in enumerate(reads):
+        opening.setdefault(begin, []).append(index)
+        closing.setdefault(end, []).append(index)
+    found = []
+    alive: dict[int, None] = {}
+    for low, high in pairwise(edges):
+        for index in closing.get(low, ()):
+            del alive[index]
+        for index in opening.get(low, ()):
+            alive[index] = None
+        if alive:
+            begin, _, position, _ = reads[next(iter(alive))]
+            found.append((low, high, position + low - begin, [reads[index][3] for index in sorted(alive)]))
+    return found
+
+
+class TritonPath:
+    """The contract of `path.PathKernel`; bf16, fp16 and fp32 on CUDA.
+
+    Args:
+        always: take every chunk, not only those that other kernels can't (tests, benchmarks).
+        forced: tile sizes instead of the measured ones.
+    """
+
+    name = "triton"
+
+    def __init__(self, always: bool = False, forced: Sizes | None = None):
+        self._always = always
+        self._forced = forced
+        self._memos: dict[tuple[int, int], Memo[Tables]] = {}
+
+    def accepts(self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score) -> bool:
+        """Whether this is the way to compute a chunk."""
+        k, v = store.keys_and_values
+        if max(k.shape[3], v.shape[3]) > 256 or max(k.numel(), v.numel(), q_BHCD.numel()) >= 2**31:
+            return False
+        return self._always or score.softcap is not None or any(score.cuts(span) for span in chunk.spans)
+
+    def _sizes(self, q: torch.Tensor, v: torch.Tensor) -> Sizes:
+        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype)
+
+    def _tables(self, chunk: Chunk, score: Score, device: torch.device, queries: int, keys: int) -> Tables:
+        key = (queries, keys)
+        if key not in self._memos:
+            self._memos[key] = Memo(partial(make_tables, query_block=queries, key_block=keys))
+        return self._memos[key](chunk, score.window, device)
+
+    @staticmethod
+    def _options(q: torch.Tensor, v: torch.Tensor, score: Score, chunk: Chunk, blocks: Blocks) -> dict[str, Any]:
+        width, value_width = q.shape[3], v.shape[3]
+        block_d, block_e = (max(16, 1 << (n - 1).bit_length()) for n in (width, value_width))
+        return dict(
+            width=width,
+            value_width=value_width,
+            window=score.window or 0,
+            scale=score.scale,
+            softcap=score.softcap or 1.0,
+            HAS_WINDOW=any(score.cuts(span) for span in chunk.spans),
+            HAS_SOFTCAP=score.softcap is not None,
+            PADDED_D=block_d != width,
+            PADDED_E=block_e != value_width,
+            BLOCK_M=blocks.queries,
+            BLOCK_N=blocks.keys,
+            BLOCK_D=block_d,
+            BLOCK_E=block_e,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+
+    def forward(
+        self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [1, H, C, E] and log-sum-exp fp32 [1, H, C], sinks left out."""
+        from longtune.attention.triton_kernels import forward_kernel
+
+        k, v = store.keys_and_values
+        q = _dense(q_BHCD)
+        H, C = q.shape[1:3]
+        blocks = self._sizes(q, v)
+        tables = self._tables(chunk, score, q.device, blocks.forward.queries, blocks.dkv.keys)
+        # Token-major, as transformers wants it next.
+        out = torch.empty(1, C, H, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.empty(1, H, C, dtype=torch.float32, device=q.device)
+        forward_kernel[(tables.query_tiles.shape[0], H)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            tables.query_tiles,
+            tables.ranges,
+            *_strides(q),
+            *_token_strides(k),
+            *_token_strides(v),
+            *_strides(out),
+            lse.stride(1),
+            H // k.shape[2],
+            **self._options(q, v, score, chunk, blocks.forward),
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout_BHCE: torch.Tensor,
+        q_BHCD: torch.Tensor,
+        out_BHCE: torch.Tensor,
+        lse_BHC: torch.Tensor,
+        store: KVStore,
+        chunk: Chunk,
+        score: Score,
+    ) -> torch.Tensor:
+        """dQ [1, H, C, D]; dK and dV go to the store's accumulators."""
+        from longtune.attention.triton_kernels import delta_kernel, dkv_kernel, dq_kernel
+
+        k, v = store.keys_and_values
+        dk, dv = store.accumulators
+        q, dout, out, lse = (_dense(x) for x in (q_BHCD, dout_BHCE, out_BHCE, lse_BHC))
+        H, C = q.shape[1:3]
+        blocks = self._sizes(q, v)
+        delta = torch.empty_like(lse)
+        options = self._options(q, v, score, chunk, blocks.dq)
+        delta_kernel[(-(-C // 64), H)](
+            dout,
+            out,
+            delta,
+            *_strides(dout),
+            *_strides(out),
+            delta.stride(1),
+            C,
+            **{name: options[name] for name in ("value_width", "BLOCK_E")} | {"BLOCK_M": 64},
+        )
+        dq = torch.empty(1, C, H, q.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
+        tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)
+        dq_kernel[(tables.query_tiles.shape[0], H)](
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dq,
+            tables.query_tiles,
+            tables.ranges,
+            *_strides(dout),
+            *_strides(q),
+            *_token_strides(k),
+            *_token_strides(v),
+            *_strides(dq),
+            lse.stride(1),
+            H // k.shape[2],
+            **options,
+        )
+        dkv_kernel[(tables.key_tiles.shape[0], k.shape[2])](
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dk,
+            dv,
+            tables.key_tiles,
+            tables.readers,
+            *_strides(dout),
+            *_strides(q),
+            *_token_strides(k),
+            *_token_strides(v),
+            *_token_strides(dk),
+            *_token_strides(dv),
+            lse.stride(1),
+            H // k.shape[2],
+            **self._options(q, v, score, chunk, blocks.dkv),
+        )
+        return dq
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied only where its last axis isn't dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x_BHCD: torch.Tensor) -> tuple[int, int]:
+    """Of a token and of a head."""
+    return x_BHCD.stride(2), x_BHCD.stride(1)
+
+
+def _token_strides(x_BTHD: torch.Tensor) -> tuple[int, int]:
+    return x_BTHD.stride(1), x_BTHD.stride(2)
