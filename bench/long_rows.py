@@ -131,7 +131,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def walked(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
     wrapped = adapted(args)
     cap(args.cap)
-    engine = Engine(wrapped, plan_of(args), attention=args.attention)
+    engine = Engine(wrapped, plan_of(args), attention=args.attention, compile=args.compile)
     objective = get("sft")
 
     def step(tokens: torch.Tensor) -> float:
@@ -163,7 +163,7 @@ class _Sampled(Walk):
 def sampled(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
     layers = 4
     wrapped = adapted(args, num_hidden_layers=layers)
-    engine = Engine(wrapped, plan_of(args), attention=args.attention)
+    engine = Engine(wrapped, plan_of(args), attention=args.attention, compile=args.compile)
     own = sum(p.numel() * p.element_size() for p in engine.stack.layers[0].parameters())
     own += sum(b.numel() * b.element_size() for b in engine.stack.layers[0].buffers())
     missing = max(0, SHAPES[args.shape]["num_hidden_layers"] - layers)  # pyright: ignore[reportOperatorIssue]
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int)
     parser.add_argument("--cap", type=float, help="GB")
     parser.add_argument("--liger", action="store_true", help="Liger's norm, rotary and GLU in the walk, too")
+    parser.add_argument("--compile", action="store_true", help="layers through torch.compile")
     parser.add_argument("--out")
     args = parser.parse_args()
     described = {**machine(), "shape": args.shape, "arguments": vars(args)}

@@ -34,6 +34,7 @@ class Engine:
         plan: how to walk.
         seed: seed of the run, for randomness inside layers (dropout).
         attention: name of an attention kernel, to overrule the choice.
+        compile: run the layers of whole chunks through `torch.compile`; each new chunk size compiles them anew.
         scratch: folder for boundaries on disk (default: the system's temporary folder).
         on_phase: called after each phase of a walk: ("prologue" | "forward" | "head" | "done", None), and
             ("backward", first layer) after each segment's backward.
@@ -52,12 +53,14 @@ class Engine:
         plan: Plan | None = None,
         seed: int = 0,
         attention: str | None = None,
+        compile: bool = False,
         scratch: Path | None = None,
         on_phase: OnPhase | None = None,
     ):
         self.model = model
         self.plan = plan or Plan()
         self.seed = seed
+        self.compile = compile
         self.scratch = scratch
         self.on_phase = on_phase
         self.stack = Stack(model)

@@ -172,7 +172,13 @@ class Walk:
             cell.keep = lambda out, lse: self._traffic.put_attention(layer, c, out, lse)
         self.engine.port.cell = cell
         with self._randomness(layer, c):
-            return self.stack.layer(layer, hidden, call or self._traffic.call(layer, c))
+            return self.stack.layer(layer, hidden, call or self._traffic.call(layer, c), self._compiles(layer, c))
+
+    def _compiles(self, layer: int, c: int) -> bool:
+        """Whether a cell runs compiled: whole chunks only, each shape being compiled anew, and nothing random, which
+        would differ between the cell with a graph and the one without."""
+        whole = self.plan.chunk_tokens is None or self.chunks[c].size == self.plan.chunk_tokens
+        return self.engine.compile and whole and not self._random[layer]
 
     def _rebuild_kv(self, layer: int, c: int, hidden: torch.Tensor) -> None:
         """Run a layer only as far as its keys and values."""
@@ -417,7 +423,9 @@ class Walk:
             else torch.autocast(kind, dtype=self._autocast, cache_enabled=False)
         )
         last = int(self.forest.positions.max())
-        with self.stack.attending(self.engine.port.name), self.stack.rope.row(last), autocast:
+        # One class of layers compiles once with a graph, once without and once for each kind of call inside.
+        many = torch._dynamo.config.patch(recompile_limit=64) if self.engine.compile else nullcontext()
+        with self.stack.attending(self.engine.port.name), self.stack.rope.row(last), autocast, many:
             try:
                 yield
             except BaseException:

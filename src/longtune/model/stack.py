@@ -183,6 +183,7 @@ class Stack:
         self.layers: list[nn.Module] = list(self._list)
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
+        self._compiled_layers: dict[int, Any] = {}
         self._configs = self._find_configs()
         self.rope = LengthDependentRope(self.decoder)
         self._decoder_forward = self.decoder.forward
@@ -284,8 +285,9 @@ class Stack:
             stand_ins[-1].output = residual
             return self.run_decoder(tokens_C, positions_C)
 
-    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """Run one layer with recorded arguments."""
+    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall, compiled: bool = False) -> torch.Tensor:
+        """Run one layer with recorded arguments, as it is or compiled (for one shape of its arguments)."""
+        run = self._compiled(index) if compiled else self.layers[index]
         kwargs = call.kwargs
         if self.shared:
             kwargs = dict(kwargs)
@@ -295,10 +297,16 @@ class Stack:
                 own.update(entries)
                 kwargs[name] = own
         if call.hidden_keyword is None:
-            output = self.layers[index](hidden, *call.args, **kwargs)
+            output = run(hidden, *call.args, **kwargs)
         else:
-            output = self.layers[index](*call.args, **{call.hidden_keyword: hidden}, **kwargs)
+            output = run(*call.args, **{call.hidden_keyword: hidden}, **kwargs)
         return output[0] if isinstance(output, tuple) else output
+
+    def _compiled(self, index: int) -> Any:
+        """A layer through `torch.compile`; layers of one class share what was compiled."""
+        if index not in self._compiled_layers:
+            self._compiled_layers[index] = torch.compile(self.layers[index], dynamic=False)
+        return self._compiled_layers[index]
 
     def tensors(self, call: LayerCall) -> list[torch.Tensor]:
         """Tensor arguments of a call that carry gradients to the prologue's parameters."""
