@@ -106,6 +106,11 @@ def test_what_killed_writers_left_is_removed(stopped):
     assert not [path.name for path in stopped.rglob(".*") if path.name != ".lock"]
 
 
+def test_old_checkpoints_that_a_kill_kept_are_removed(stopped):
+    train(load_config(stopped, ["train.keep=last 2", "train.stop_after=1e-6"]), resume=True)
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step-00004", "step-00005"]
+
+
 def test_what_may_differ_is_said(stopped):
     facts = json.loads((stopped / "environment.json").read_text())
     facts["packages"]["torch"] = "1.0"

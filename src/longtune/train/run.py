@@ -15,6 +15,7 @@ import torch
 from longtune.config import RunConfig, check_config
 from longtune.data import Batcher
 from longtune.data.batching import run_length
+from longtune.engine import Plan
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
 from longtune.model.reference import fingerprint
@@ -24,6 +25,7 @@ from longtune.train.evaluate import choose_rows, chosen_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
 from longtune.train.loop import Loop, Progress, RunFailed
+from longtune.train.planning import Planned, batcher, plan_run
 from longtune.train.prepare import Prepared, frozen_adapter, prepare
 from longtune.train.references import Reference, Referenced
 from longtune.train.samples import Samples
@@ -88,7 +90,7 @@ def train(
                 raise _all_damaged(folder, damaged)
         else:
             folder.check_new()
-        prepared = prepare(config, found.folder if found else None)
+        prepared = prepare(config, found.folder if found else None, _stored_plan(folder) if resume else None)
         stack.enter_context(contextlib.closing(prepared.engine))
         _check_keep(config, prepared)
         samples = Samples(config, prepared) if config.samples.prompts else None
@@ -184,6 +186,8 @@ class _ActiveRun:
         measure.reset_peak(self.prepared.device)
         try:
             self._announce(warnings, changed)
+            # A kill may have come between a checkpoint and the removal of older ones.
+            self._prune(progress)
             self._refer()
             reason = loop.run()
             metrics = self._metrics("stopped" if reason else "done")
@@ -277,13 +281,16 @@ class _ActiveRun:
             "config": self.config.digest,
         }
         saved = checkpoints.save(self.folder.path, progress.step, self.prepared.model, self.optimiser, state)
+        self._prune(progress)
+        return saved
+
+    def _prune(self, progress: Progress) -> None:
         keep = self.config.train.keep
         try:
             checkpoints.prune(self.folder.path, keep, _scores(keep, progress.trajectory))
         except OSError as error:
             reason = f"old checkpoints can't be removed ({error.strerror or error})"
             self.events.emit("warning", step=progress.step, reason=reason, problem="prune")
-        return saved
 
     def _failed(self, error: BaseException) -> None:
         last = str(self.loop.last_checkpoint) if self.loop.last_checkpoint else None
@@ -326,7 +333,8 @@ class _ActiveRun:
             dtype=prepared.loaded.dtype_reason,
             config_digest=config.digest,
             plan=prepared.engine.plan.as_dict(),
-            plan_reason=prepared.plan_reason,
+            plan_reason=prepared.planned.reason,
+            predicted=_short(prepared.planned.predicted),
             ranks=prepared.ranks.describe() if prepared.ranks else None,
         )
 
@@ -384,11 +392,24 @@ def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts
     files.write_json(folder.environment, facts)
     plan = {
         "memory": config.to_dict()["memory"],
-        "reason": prepared.plan_reason,
+        "reason": prepared.planned.reason,
         "plan": prepared.engine.plan.as_dict(),
         "ranks": prepared.ranks.describe() if prepared.ranks else None,
     }
-    files.write_json(folder.plan, plan | {"predicted": None, "measured": None})
+    files.write_json(folder.plan, plan | {"predicted": prepared.planned.predicted, "measured": None})
+
+
+def _stored_plan(folder: RunFolder) -> Planned | None:
+    """The plan that a run was walked by last; None where it didn't get that far."""
+    if not folder.plan.exists():
+        return None
+    stored = files.read_json(folder.plan)
+    return Planned(Plan(**stored["plan"]), stored["reason"], stored.get("predicted"))
+
+
+def _short(predicted: dict[str, Any] | None) -> dict[str, Any] | None:
+    names = ("tokens", "peak_bytes", "host_bytes", "disk_bytes", "seconds_per_step")
+    return predicted and {name: predicted[name] for name in names}
 
 
 def _facts(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
