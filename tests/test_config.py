@@ -81,7 +81,6 @@ def test_an_unknown_key_of_the_file_is_placed_there_and_a_misplaced_one_finds_it
 @pytest.mark.parametrize(
     ("override", "place"),
     [
-        ("memory=24GB", "--set memory"),
         ("lora.sensitivity=kl.json", "--set lora.sensitivity"),
         ("train.epochs=2", "--set train.epochs"),
         ("train.warmup_steps=200", "--set train.warmup_steps"),

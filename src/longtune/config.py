@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    Tag,
+    ValidationError,
+    model_serializer,
+)
 
 from longtune.errors import Problem, UserError
 
@@ -152,7 +163,7 @@ class SamplesConfig(_Section):
 
 
 class MemoryPlan(_Section):
-    """How a step walks the grid of layers and chunks, set by hand."""
+    """How a step walks the grid of layers and chunks, set by hand. Keys that are left out are chosen by the planner."""
 
     chunk_tokens: Positive | None = None
     """Tokens of a chunk; null is the whole row."""
@@ -166,6 +177,11 @@ class MemoryPlan(_Section):
     """What the forward keeps so that the backward need not recompute it."""
     keep_layers: Positive | None = None
     """The last layers to which keep applies; null is all."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A key that was left out stays left out: it is not the same as its default."""
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
 
 
 class DpoConfig(_Section):
@@ -255,7 +271,9 @@ class RunConfig(_Section):
         | Annotated[MemoryPlan, Tag("plan")],
         Discriminator(_memory_kind),
     ] = "auto"
-    """auto, or {chunk_tokens, layers_per_segment, boundary_store, head_chunk, keep}."""
+    """auto (what is free), a budget (24GB), or keys of the plan: {chunk_tokens, layers_per_segment, ...}."""
+    log: tuple[Literal["memory"], ...] = ()
+    """More events in metrics.jsonl: memory (after each phase of a step)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto | float32 | bfloat16 | float16."""
     device: str = "auto"
@@ -367,6 +385,21 @@ def check_config(config: RunConfig) -> RunConfig:
     return config
 
 
+def memory_bytes(text: str) -> int | None:
+    """Bytes of a size like 24GB (10^9) or 24GiB (2^30); None for "auto".
+
+    Raises:
+        UserError: it is no size.
+    """
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(Problem("memory", f"{text!r} is no size", "write it like 24GB or 22.5GiB"))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
+
+
 def describe_keys() -> dict[str, str]:
     """What every key of the schema means, by dotted key."""
     return dict(_sections())
@@ -386,9 +419,6 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     methods = supported_methods()
     if config.method not in methods:
         yield "method", f"{config.method} is not supported yet", f"use {' or '.join(methods)}"
-    if isinstance(config.memory, str) and config.memory != "auto":
-        fix = "use auto, or set chunk_tokens, layers_per_segment and boundary_store"
-        yield "memory", "a byte budget needs the planner, which does not exist yet", fix
     if config.lora.sensitivity is not None and config.lora.rank_policy != "by_kl":
         why = f"has no meaning under rank_policy {config.lora.rank_policy}"
         yield "lora.sensitivity", why, "leave it out, or use rank_policy by_kl"

@@ -53,7 +53,8 @@ def _eval(
     from longtune.model.loading import choose_device, load_model
     from longtune.model.reference import load_reference
     from longtune.train.evaluate import Validation, choose_rows, chosen_rows, validate
-    from longtune.train.prepare import choose_plan, data_sources, frozen_adapter, load_data, make_objective
+    from longtune.train.planning import choose_plan
+    from longtune.train.prepare import data_sources, frozen_adapter, load_data, make_objective
     from longtune.train.references import Reference, Referenced
 
     config = target.config

@@ -1,7 +1,8 @@
 """The events of a run: one line each in metrics.jsonl, and the same dict for every listener.
 
 Kinds: `meta` (first), `resumed`, `reference` (log-probs of a frozen model, as far as they are there), `train`,
-`validation`, `samples`, `checkpoint`, `warning`, and at the end `done`, `failed` or `stopped` (a checkpoint was saved
+`validation`, `samples`, `checkpoint`, `warning`, `memory` (with `log: [memory]`), `replanned` (another plan after the
+device ran out of memory), and at the end `done`, `failed` or `stopped` (a checkpoint was saved
 on request and the run can be resumed). docs/runs.md has every field. Reading them is the work of `longtune.watch`. The
 file is only ever appended to: a run that resumes at step s writes `resumed` with that step, and takes the later ones
 again.

@@ -19,6 +19,7 @@ _MARKS = ("config.yaml", "metrics.jsonl", "checkpoints", "adapter")
 
 FREE_ON_RESUME = (
     "output",
+    "log",
     "samples",
     "track",
     "train.on_save_error",

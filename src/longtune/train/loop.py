@@ -19,7 +19,7 @@ import torch
 from longtune.config import TrainConfig
 from longtune.data import Batcher
 from longtune.engine import Engine
-from longtune.objective.base import Objective
+from longtune.objective.base import Objective, Totals
 from longtune.train import measure, optimiser, schedule
 from longtune.train.evaluate import Stopped, Validation, add_up
 from longtune.train.events import EventLog
@@ -72,6 +72,7 @@ class Loop:
         validate: measures on the held-out rows; None without them.
         save: writes a checkpoint of the loop's progress and returns its folder.
         sample: answers a few prompts and returns the fields of a `samples` event; None where nobody asked for it.
+        replan: finds another plan after the device ran out of memory in a step; says whether there is one.
         refer: gives a micro-batch its reference log-probs, where they aren't computed beforehand.
         last_checkpoint: the newest checkpoint; None before the first.
         saved_step: its step, 0 before the first.
@@ -91,6 +92,7 @@ class Loop:
     save: Callable[[Progress], Path]
     sample: Callable[[], dict[str, Any]] | None = None
     refer: Callable[[list[Tree]], list[Tree]] = lambda trees: trees
+    replan: Callable[[int, str], bool] | None = None
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: Path | None = None
     saved_step: int = 0
@@ -169,7 +171,7 @@ class Loop:
         parts: list[dict[str, float]] = []
         suspects = forests
         for index, forest in enumerate(forests):
-            parts.append(self.engine.accumulate(forest, self.objective, totals, key=(step, index)))
+            parts.append(self._accumulate(step, forests[: index + 1], totals))
             if not math.isfinite(parts[-1]["loss"]):
                 suspects = [forest]
                 break
@@ -201,6 +203,31 @@ class Loop:
             peak_bytes=self.peak_bytes(),
             active_bytes=measure.active_bytes(self.device),
         )
+
+    def _accumulate(self, step: int, forests: list[Forest], totals: Totals) -> dict[str, float]:
+        """The last of some micro-batches. If the device runs out of memory, all of them again under another plan."""
+        last = len(forests) - 1
+        try:
+            return self.engine.accumulate(forests[last], self.objective, totals, key=(step, last))
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)
+        # Out here the failed walk's frames, and what they hold, are gone. Its own gradients are not complete, and those
+        # before it are made again with it.
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.replan is None or not self.replan(step, str(failure)):
+            raise failure
+        parts = [
+            self.engine.accumulate(forest, self.objective, totals, key=(step, index))
+            for index, forest in enumerate(forests)
+        ]
+        return parts[-1]
+
+    def take_peak(self) -> int:
+        """Highest memory since the last call, where a device's peak can be set back; else so far."""
+        peak = measure.peak_bytes(self.device)
+        self._peak = max(self._peak, peak)
+        measure.reset_peak(self.device)
+        return peak
 
     def _not_finite(self, step: int, loss: float, norm: float, forests: list[Forest]) -> None:
         rows = [tree.row for forest in forests for tree in forest.trees]

@@ -26,9 +26,7 @@ from longtune.model.ranks import Ranks
 from longtune.model.reference import load_reference
 from longtune.model.targets import left_out
 from longtune.objective.base import Objective
-
-AUTO_CHUNK = 8192
-"""Tokens of a chunk where memory is `auto`."""
+from longtune.train.planning import Planned, plan_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Prepared:
         model: the base with its trainable adapter.
         train, valid: the data; valid is None without validation data.
         engine: walks the model by its plan.
-        plan_reason: why it is that plan.
+        planned: why it walks by that plan, and what it is predicted to take.
         warnings: what the user should know before the first step.
         ranks: the rank of every adapted module; None where the adapter came from a checkpoint.
     """
@@ -51,7 +49,7 @@ class Prepared:
     valid: Dataset | None
     objective: Objective
     engine: Engine
-    plan_reason: str
+    planned: Planned
     warnings: tuple[str, ...]
     ranks: Ranks | None = None
 
@@ -60,19 +58,20 @@ class Prepared:
         return next(self.model.parameters()).device
 
 
-def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned | None = None) -> Prepared:
     """Loads model, adapter and data, and tries the engine on them.
 
     Args:
         checkpoint: take the adapter from this folder instead of making a fresh one.
+        planned: the plan of a run that is resumed: another one would round differently.
 
     Raises:
         UserError: with the problems of plan, model, data and adapter together, as far as they can be told apart.
     """
     problems: list[Problem] = []
-    plan, plan_reason, train_source, valid_source = Plan(), "", None, None
+    train_source, valid_source = None, None
     with _collect(problems):
-        plan, plan_reason = choose_plan(config.memory, choose_device(config.device))
+        choose_device(config.device)
     with _collect(problems):
         train_source, valid_source = data_sources(config)
     if problems:
@@ -97,23 +96,22 @@ def prepare(config: RunConfig, checkpoint: Path | None = None) -> Prepared:
             load_reference(model, frozen)
     if train is None or model is None or problems:
         raise UserError(problems)
-    engine = Engine(model, plan=plan, seed=config.train.seed)
+    engine = Engine(model, plan=planned.plan if planned else Plan(), seed=config.train.seed)
     try:
         _check_rows(engine, config, [train, valid] if valid else [train])
+        if planned is None:
+            planned = plan_run(config, engine, train)
+            engine.set_plan(planned.plan)
     except UserError:
         engine.close()
         raise
-    warnings = (*_warn_of_long_rows(loaded, train.report.longest), *untargeted, *(ranks.notes if ranks else ()))
-    return Prepared(loaded, model, train, valid, make_objective(config), engine, plan_reason, warnings, ranks)
-
-
-def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, str]:
-    """The plan that `memory` names, with the reason."""
-    if isinstance(memory, MemoryPlan):
-        return Plan(**memory.model_dump()), "set in the config"
-    store = "device" if device.type == "cpu" else "host"
-    plan = Plan(chunk_tokens=AUTO_CHUNK, layers_per_segment=1, boundary_store=store, head_chunk=1024, keep="nothing")
-    return plan, "auto: one plan for every model that keeps memory low; nothing is predicted yet"
+    warnings = (
+        *planned.warnings,
+        *_warn_of_long_rows(loaded, train.report.longest),
+        *untargeted,
+        *(ranks.notes if ranks else ()),
+    )
+    return Prepared(loaded, model, train, valid, make_objective(config), engine, planned, warnings, ranks)
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -218,7 +216,8 @@ def _check_rows(engine: Engine, config: RunConfig, data: Sequence[Dataset]) -> N
     """Refuses rows that the model can't be walked over, which would otherwise come up in the middle of the run."""
     if engine.unchunkable is None:
         return
-    longest, limit = max(dataset.report.longest for dataset in data), engine.plan.chunk_tokens
+    longest = max(dataset.report.longest for dataset in data)
+    limit = config.memory.chunk_tokens if isinstance(config.memory, MemoryPlan) else None
     problems = []
     if config.train.batch_size > 1 or config.train.tokens_per_batch is not None:
         problems.append(Problem("train.batch_size", f"{engine.unchunkable}: rows can't be packed", "use batch_size 1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import math
 import threading
 from dataclasses import dataclass
@@ -140,6 +141,9 @@ class _ActiveRun:
             lora_plus_ratio=config.lora.lora_plus_ratio,
         )
         self.optimiser = optimiser.build(groups, settings)
+        self._counted_on = 1.0
+        if "memory" in config.log:
+            self.engine.on_phase = self._log_memory
         self.reference: Reference | None = None
         self.referenced: dict[str, Referenced] = {}
         self.reference_keys: dict[str, str | None] | None = None
@@ -148,14 +152,7 @@ class _ActiveRun:
             if config.dpo.reference == "cached":
                 sets = {"train": prepared.train, "validation": prepared.valid}
                 self.referenced = {name: Referenced(data) for name, data in sets.items() if data}
-        self.batches = Batcher(
-            self.referenced.get("train", prepared.train),
-            batch_size=settings.batch_size,
-            tokens_per_batch=settings.tokens_per_batch,
-            seed=settings.seed,
-            # The rows of the first step: a run that doesn't fit says so at once.
-            longest_first=settings.batch_size * settings.accumulate,
-        )
+        self.batches = batcher(config, self.referenced.get("train", prepared.train))
         steps, micro_batches = _length(config, self.batches)
         self.valid = choose_rows(prepared.valid.trees, settings.eval_rows) if prepared.valid else []
         self.loop = Loop(
@@ -172,6 +169,7 @@ class _ActiveRun:
             validate=self._validate if prepared.valid else None,
             save=self._save,
             sample=self._sample if samples is not None else None,
+            replan=self._replan,
             refer=self.reference.attach if self.reference and not self.referenced else lambda trees: trees,
         )
         if found is not None:
@@ -215,6 +213,48 @@ class _ActiveRun:
         except Exception as error:
             self._failed(error)
             raise
+
+    def _replan(self, step: int, failure: str) -> bool:
+        """Another plan after the device ran out of memory, one that counts on less; False where there is none."""
+        gc.collect()
+        if self.prepared.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = self.engine.plan
+        for _ in range(4):
+            self._counted_on *= 0.88
+            try:
+                planned = plan_run(self.config, self.engine, self.prepared.train, self._counted_on)
+            except DoesNotFit:
+                return False
+            if planned.plan != before:
+                break
+        else:
+            return False
+        self.engine.set_plan(planned.plan)
+        plan = files.read_json(self.folder.plan)
+        plan |= {"plan": planned.plan.as_dict(), "reason": planned.reason, "predicted": planned.predicted}
+        files.write_json(self.folder.plan, plan)
+        self.events.emit(
+            "replanned",
+            step=step,
+            reason=" ".join(failure.split())[:300],
+            plan=planned.plan.as_dict(),
+            plan_reason=planned.reason,
+            predicted=_short(planned.predicted),
+        )
+        return True
+
+    def _log_memory(self, phase: str, layer: int | None) -> None:
+        """One event for each phase of a walk."""
+        peak = self.loop.take_peak()
+        self.events.emit(
+            "memory",
+            step=self.loop.progress.step + 1,
+            phase=phase,
+            layer=layer,
+            peak_bytes=peak,
+            active_bytes=measure.active_bytes(self.prepared.device),
+        )
 
     def _disk_failure(self, error: OSError) -> RunFailed:
         step, last = self.loop.progress.step, self.loop.last_checkpoint
@@ -367,6 +407,7 @@ class _ActiveRun:
             "tokens_per_second": metrics["tokens_per_second"],
         }
         files.write_json(self.folder.plan, plan)
+        metrics["predicted"] = _short(plan["predicted"])
 
 
 def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
@@ -456,4 +497,4 @@ def _best_margin(trajectory: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _summary(metrics: dict[str, Any]) -> dict[str, Any]:
     names = ("loss", "best", "validation", "seconds", "tokens", "tokens_per_second", "peak_bytes")
-    return {name: metrics[name] for name in names}
+    return {name: metrics[name] for name in names} | {"predicted": metrics.get("predicted")}

@@ -1,0 +1,37 @@
+"""A model by its configuration alone, on the meta device: the right shapes and dtypes, no weights read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from longtune.model.embedded import EMBEDDED, embedded_folder
+
+
+def meta_model(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
+    """The causal LM of a folder or hub name, frozen, on the meta device.
+
+    Returns:
+        None where the weights are stored in another way than the configuration says to transformers (packed or GGUF):
+        such a model must be loaded to be known.
+    """
+    folder = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
+    if name.endswith(".gguf"):
+        return None
+    if (folder / "config.json").is_file():
+        stored = json.loads((folder / "config.json").read_text())
+        if "quantization" in stored or "quantization_config" in stored:
+            return None
+    where = str(folder) if folder.is_dir() else name
+    common = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
+    config = AutoConfig.from_pretrained(where, **common)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.requires_grad_(False)
+    model.eval()
+    return model

@@ -1,0 +1,397 @@
+"""How a run gets its plan: its longest micro-batch, the memory it may take, and the planner's choice.
+
+`plan_run` serves a run whose model is loaded; `plan` (also `longtune.plan`) a config alone, for this machine or for a
+device that isn't here. What a plan takes is the planner's work (`engine/planner.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from longtune.config import MemoryPlan, RunConfig, check_config, memory_bytes
+from longtune.data import Batcher, Dataset
+from longtune.data.batching import run_length
+from longtune.engine import Engine, Plan, devices
+from longtune.engine.devices import Device
+from longtune.engine.forecast import Row
+from longtune.engine.planner import CONTEXT, KEYS, Budget, Planner, Prediction, budget_here
+from longtune.errors import DoesNotFit, Problem, UserError
+from longtune.model.adapters import add_lora
+from longtune.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
+from longtune.model.meta import meta_model
+from longtune.tree import Forest
+
+AUTO_CHUNK = 8192
+"""Tokens of a chunk where nothing can be predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run's plan.
+
+    Attributes:
+        plan: the plan.
+        reason: why it is that one.
+        predicted: what it takes, as plain JSON values; None where that can't be told.
+        warnings: what the user should know.
+    """
+
+    plan: Plan
+    reason: str
+    predicted: dict[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, str]:
+    """A plan without any prediction: the keys that `memory` gives, over ones that keep memory low."""
+    store: Any = "device" if device.type == "cpu" else "host"
+    cautious = Plan(chunk_tokens=AUTO_CHUNK, layers_per_segment=1, boundary_store=store, head_chunk=1024)
+    given = given_keys(memory)
+    return replace(cautious, **given), "set in the config" if given else "keeps memory low; nothing is predicted"
+
+
+def given_keys(memory: str | MemoryPlan) -> dict[str, Any]:
+    """The keys of the plan that a config gives."""
+    return memory.model_dump(exclude_unset=True) if isinstance(memory, MemoryPlan) else {}
+
+
+def batcher(config: RunConfig, data: Any) -> Batcher:
+    """The order and the micro-batches of a run."""
+    settings = config.train
+    return Batcher(
+        data,
+        batch_size=settings.batch_size,
+        tokens_per_batch=settings.tokens_per_batch,
+        seed=settings.seed,
+        # The rows of the first step: a run that doesn't fit says so at once.
+        longest_first=settings.batch_size * settings.accumulate,
+    )
+
+
+def plan_run(config: RunConfig, engine: Engine, data: Dataset, short_of: float = 1.0) -> Planned:
+    """The plan of a run whose model is loaded.
+
+    Args:
+        short_of: share of the free memory that may be counted on (less than 1 after it once was not enough).
+
+    Raises:
+        DoesNotFit: no plan fits, with what would.
+    """
+    device = engine.stack.device
+    fixed = given_keys(config.memory)
+    if device.type not in ("cpu", "cuda"):
+        plan, reason = choose_plan(config.memory, device)
+        return Planned(plan, reason)
+    objective_takes_one = config.method == "sft"
+    try:
+        planner = Planner(
+            engine.model,
+            _measured(engine),
+            like=engine,
+            accumulate=config.train.accumulate,
+            one_pass=objective_takes_one,
+        )
+    except (UserError, NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return _unpredicted(config, device, error)
+    with planner:
+        row = _longest(config, data)
+        budget = _budget(config, device, short_of)
+        try:
+            chosen = _choose(planner, row, budget, fixed)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            return _unpredicted(config, device, error)
+        if chosen is None:
+            raise _does_not_fit(planner, config, row, budget, fixed)
+        return Planned(chosen.plan, _reason(config, budget, fixed), _predicted(chosen, planner, config))
+
+
+def _choose(planner: Planner, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]) -> Prediction | None:
+    if set(KEYS) - {"keep_layers"} <= set(fixed):
+        # The user has decided; only a run that is sure to fail is refused, by itself.
+        return planner.predict(Plan(**fixed), row)
+    return planner.choose(row, budget, fixed)
+
+
+def _predicted(chosen: Prediction, planner: Planner, config: RunConfig) -> dict[str, Any]:
+    return {
+        **chosen.as_dict(),
+        "seconds_per_step": chosen.seconds.total * config.train.accumulate,
+        "device": planner.device.name,
+        "rates": planner.device.source,
+    }
+
+
+def _unpredicted(config: RunConfig, device: torch.device, error: Exception) -> Planned:
+    plan, reason = choose_plan(config.memory, device)
+    why = " ".join(str(error).split())[:160] or type(error).__name__
+    return Planned(plan, reason, None, (f"memory and time can't be predicted for this model ({why})",))
+
+
+def _measured(engine: Engine) -> Device:
+    stack = engine.stack
+    return _measure(stack.device, stack.dtype, *_attention_shape(stack.model))
+
+
+@functools.lru_cache(maxsize=8)
+def _measure(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> Device:
+    """Measured once in a process: a device doesn't change."""
+    return devices.measure(device, dtype, heads=heads, key_heads=key_heads, width=width)
+
+
+def _attention_shape(model: Any) -> tuple[int, int, int]:
+    text = model.config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", 8) or 8)
+    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return (heads, key_heads, width) if heads % key_heads == 0 else (heads, heads, width)
+
+
+def _longest(config: RunConfig, data: Dataset) -> Forest:
+    """The longest micro-batch of the run's first epoch."""
+    batches = batcher(config, data)
+    sizes = data.trees.sizes if hasattr(data.trees, "sizes") else [tree.size for tree in data.trees]
+    longest = max(batches.plan(0), key=lambda batch: sum(sizes[i] for i in batch))
+    return Forest([data.trees[i] for i in longest])
+
+
+def _budget(config: RunConfig, device: torch.device, short_of: float = 1.0) -> Budget:
+    asked = memory_bytes(config.memory) if isinstance(config.memory, str) else None
+    found = budget_here(device, asked, shutil.disk_usage(tempfile.gettempdir()).free)
+    return replace(found, device=int(short_of * found.device))
+
+
+def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
+    if set(KEYS) - {"keep_layers"} <= set(fixed):
+        return "set in the config"
+    rest = f"; {', '.join(sorted(fixed))} set in the config" if fixed else ""
+    source = "free" if given_keys(config.memory) or config.memory == "auto" else "allowed"
+    return f"the fastest that fits {_size(budget.device)} ({source}){rest}"
+
+
+def _does_not_fit(
+    planner: Planner, config: RunConfig, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]
+) -> DoesNotFit:
+    least = planner.smallest(row, budget, fixed)
+    where = "memory"
+    what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(least.needed_bytes)} at least"
+    have = f"{_size(budget.device)} may be taken"
+    if least.needed_bytes <= budget.device:
+        off = "host" if least.host_bytes > budget.host else "disk"
+        needs, has = (least.host_bytes, budget.host) if off == "host" else (least.disk_bytes, budget.disk)
+        what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(needs)} of {off} memory"
+        have = f"{_size(has)} are free"
+    fixes = [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
+    return DoesNotFit(Problem(where, f"{what}, and {have}", "; or ".join(fixes[:3])))
+
+
+def find_fixes(
+    planner: Planner, config: RunConfig, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]
+) -> list[tuple[str, Prediction | None]]:
+    """What would make a run fit, from cheap to dear; each was tried.
+
+    Returns:
+        (what to do, the prediction with it).
+    """
+    found: list[tuple[str, Prediction | None]] = []
+    shape = row if isinstance(row, Row) else Row.of(row)
+    if fixed and (freed := planner.choose(row, budget)) is not None:
+        found.append((f"leave {', '.join(f'memory.{key}' for key in sorted(fixed))} to the planner", freed))
+    roomy = replace(budget, host=1 << 62, disk=1 << 62)
+    least = planner.smallest(row, roomy, fixed)
+    if least.fits(roomy) and not least.fits(budget):
+        found.append((f"free {_size(least.host_bytes + least.disk_bytes)} of host memory or disk", least))
+    train = config.train
+    longest = planner.largest_row(budget, fixed)
+    if isinstance(row, Forest) and len(row.trees) > 1:
+        alone = max(tree.size for tree in row.trees)
+        key = "tokens_per_batch" if train.tokens_per_batch is not None else "batch_size"
+        value = alone if train.tokens_per_batch is not None else 1
+        if alone <= longest:
+            found.append((f"set train.{key} to {value}", planner.smallest(Row(alone, shape.trained), budget, fixed)))
+    if longest >= 16 and longest < shape.tokens:
+        fix = f"set train.max_tokens to {longest} (train.overlong says what happens to longer rows)"
+        found.append((fix, planner.smallest(Row(longest), budget, fixed)))
+    needed = planner.smallest(row, roomy, fixed)
+    found.append((f"use a device with {_size(needed.needed_bytes)}", needed))
+    return found
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+# a config alone
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What `longtune plan` says of a run.
+
+    Attributes:
+        fits: whether some plan fits.
+        tokens: of the longest micro-batch.
+        device: the device that was planned for.
+        budget: bytes that may be taken.
+        prediction: of the chosen plan; of the smallest where none fits.
+        seconds_per_step: of a step of the longest micro-batches.
+        first_step_seconds: what pinning host memory adds to the first step.
+        run_seconds: of the whole run; None where its data wasn't read.
+        largest_row: tokens of the longest single row that fits this budget.
+        fixes: what to do where it doesn't fit, from cheap to dear; each was tried.
+    """
+
+    fits: bool
+    tokens: int
+    device: Device
+    budget: Budget
+    prediction: Prediction
+    seconds_per_step: float
+    first_step_seconds: float
+    run_seconds: float | None
+    largest_row: int
+    fixes: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.prediction.plan
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "fits": self.fits,
+            "tokens": self.tokens,
+            "device": self.device.name,
+            "rates": self.device.source,
+            "budget": {"device": self.budget.device, "host": self.budget.host, "disk": self.budget.disk},
+            "plan": self.plan.as_dict(),
+            "predicted": self.prediction.as_dict(),
+            "seconds_per_step": self.seconds_per_step,
+            "first_step_seconds": self.first_step_seconds,
+            "run_seconds": self.run_seconds,
+            "largest_row": self.largest_row,
+            "fixes": list(self.fixes),
+        }
+
+
+def plan(
+    config: RunConfig,
+    *,
+    device: str | None = None,
+    device_memory: str | None = None,
+    tokens: int | None = None,
+) -> RunPlan:
+    """Whether and how a run fits, and how long it takes, before anything is trained.
+
+    No weights are read, unless they are stored in a way that only loading tells (packed, GGUF).
+
+    Args:
+        config: the run; `memory` is its budget.
+        device: a known device that need not be here (`engine.devices.names()`); None is the run's own.
+        device_memory: bytes of that device ("24GB"), instead of what is known of it.
+        tokens: plan for a row of so many tokens, without reading the data.
+
+    Raises:
+        UserError: the config, its model or its data must be changed.
+    """
+    config = check_config(config)
+    away = devices.known(device) if device is not None else None
+    here = torch.device("cpu") if away is not None else choose_device(config.device)
+    if away is not None:
+        dtype = torch.bfloat16 if config.dtype == "auto" and away.name != "t4" else choose_dtype(config.dtype, here)[0]
+    else:
+        dtype = choose_dtype(config.dtype, here)[0]
+    batches, row = _rows(config, tokens)
+    model = _model(config, dtype)
+    target = away or _measure(here, dtype, *_attention_shape(model.get_base_model()))
+    budget = _budget_for(config, away, here, device_memory)
+    fixed = given_keys(config.memory)
+    one_pass, accumulate = config.method == "sft", config.train.accumulate
+    with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
+        chosen = planner.choose(row, budget, fixed)
+        shown = chosen or planner.smallest(row, budget, fixed)
+        fixes = [] if chosen else [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
+        return RunPlan(
+            fits=chosen is not None,
+            tokens=shown.tokens,
+            device=target,
+            budget=budget,
+            prediction=shown,
+            seconds_per_step=shown.seconds.total * accumulate,
+            first_step_seconds=shown.seconds.first,
+            run_seconds=None if batches is None else _whole_run(planner, shown, batches, config),
+            largest_row=planner.largest_row(budget, fixed),
+            fixes=tuple(fixes),
+        )
+
+
+def _rows(config: RunConfig, tokens: int | None) -> tuple[Sequence[int] | None, Forest | Row]:
+    """Tokens of every micro-batch of the run, and the longest one."""
+    if tokens is not None:
+        return None, Row(tokens)
+    from longtune.train.prepare import data_sources, load_data
+
+    train, _ = data_sources(config)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    data = load_data(config, train, SimpleNamespace(tokenizer=tokenizer))  # pyright: ignore[reportArgumentType]
+    batches = batcher(config, data)
+    settings = config.train
+    _, count = run_length(batches, steps=settings.steps, epochs=settings.epochs, accumulate=settings.accumulate)
+    sizes = data.trees.sizes if hasattr(data.trees, "sizes") else [tree.size for tree in data.trees]
+    each = [sum(sizes[i] for i in batch) for batch in batches.plan(0)]
+    whole, rest = divmod(count, len(each))
+    return each * whole + each[:rest], _longest(config, data)
+
+
+def _model(config: RunConfig, dtype: torch.dtype) -> Any:
+    model: nn.Module | None = None
+    if config.quantise_on_load is None:
+        model = meta_model(config.model, dtype, trust_remote_code=config.trust_remote_code)
+    if model is None:
+        model = load_model(
+            config.model, dtype=str(dtype).removeprefix("torch."), device="cpu", quantise=config.quantise_on_load
+        ).model
+    lora = config.lora
+    wrapped = add_lora(
+        model,  # pyright: ignore[reportArgumentType]
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        layers=lora.layers if isinstance(lora.layers, str) else list(lora.layers),
+        dropout=lora.dropout,
+        rslora=lora.rslora,
+    )
+    wrapped.train()
+    return wrapped
+
+
+def _budget_for(config: RunConfig, away: Device | None, here: torch.device, device_memory: str | None) -> Budget:
+    asked = memory_bytes(config.memory) if isinstance(config.memory, str) else None
+    disk = int(0.9 * shutil.disk_usage(tempfile.gettempdir()).free)
+    given = memory_bytes(device_memory) if device_memory is not None else None
+    if away is None:
+        found = budget_here(here, asked, shutil.disk_usage(tempfile.gettempdir()).free)
+        return replace(found, device=min(found.device, given)) if given else found
+    room = given or int(0.98 * away.memory) + CONTEXT // 2
+    # Of a machine that isn't here, the host is unknown: this one's stands for it.
+    host = int(0.9 * devices.host_memory()["total"])
+    return Budget(min(room, asked) if asked else room, host, disk)
+
+
+def _whole_run(planner: Planner, shown: Prediction, batches: Sequence[int], config: RunConfig) -> float:
+    """Seconds of all micro-batches: linear and quadratic in their tokens, by the longest and a shorter one."""
+    long, short = shown.tokens, max(1, shown.tokens // 2)
+    there = shown.seconds.total
+    half = planner.predict(shown.plan, Row(short)).seconds.total
+    square = max(0.0, (there / long - half / short) / (long - short)) if long > short else 0.0
+    linear = max(0.0, there / long - square * long)
+    return math.fsum(linear * n + square * n * n for n in batches) + shown.seconds.first
