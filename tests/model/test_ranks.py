@@ -46,6 +46,10 @@ def test_a_mixed_map_of_a_real_model():
     assert rows["mlp.down_proj", 6]["rank_low"] == rows["mlp.down_proj", 6]["rank_high"] == 12
     assert rows["mlp.down_proj", 4]["modules"] == 16
     assert not ranks.notes and not ranks.even
+    lines = ranks.lines()
+    assert len(lines) == 10 and len({len(line) for line in lines}) == 1
+    assert lines[-1].split() == ["mlp.down_proj", "4", "16", "-", "8"]
+    assert choose_ranks("constant", 8, list(MIXED), MIXED).lines() == ["210 modules of rank 8"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,24 @@ class Ranks:
             )
         return rows
 
+    def lines(self) -> list[str]:
+        """The rows as text to print, under a heading; one line where every rank is the base rank."""
+        if self.even:
+            return [f"{len(self.by_name)} modules of rank {self.base}"]
+        texts = [("module", "bits", "modules", "sensitivity", "rank")]
+        for row in self.rows():
+            low, high = row["kl_low"], row["kl_high"]
+            kl = "-" if low is None else f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
+            low, high = row["rank_low"], row["rank_high"]
+            rank = str(low) if low == high else f"{low} to {high}"
+            bits = "-" if row["bits"] is None else f"{row['bits']:g}"
+            texts.append((row["module"], bits, str(row["modules"]), kl, rank))
+        widths = [max(len(text[column]) for text in texts) for column in range(len(texts[0]))]
+        return [
+            "  ".join([text[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(text[1:], widths[1:], strict=True))])
+            for text in texts
+        ]
+
     def describe(self) -> dict[str, Any]:
         """Plain values for a run's records."""
         ranks = list(self.by_name.values())
