@@ -12,7 +12,7 @@ import pytest
 from longtune.errors import UserError
 from longtune.watch import runs as room
 from longtune.watch.runs import ReplayedRun, WatchedRun, choose_runs, find_runs, holder, short_names
-from tests.watch.logs import held, lines, meta, run_events, train, write_run
+from tests.watch.logs import held, lines, long_log, meta, run_events, train, write_run
 
 LOCKS_LISTED = os.path.exists("/proc/locks")
 
@@ -223,3 +223,36 @@ def test_a_replay_leaves_out_the_night_between_stop_and_resume(tmp_path):
     clock[0] = 21.0
     replayed.refresh()
     assert replayed.finished
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system doesn't tell a process's peak")
+def test_100_000_lines_are_read_quickly_and_in_little_memory(tmp_path):
+    long_log(tmp_path / "metrics.jsonl", 100_000)
+    code = """
+import sys, time
+from pathlib import Path
+from longtune.watch.runs import WatchedRun
+from longtune.watch.screen import Options, screen
+start = time.process_time()
+run = WatchedRun(Path(sys.argv[1]))
+run.refresh()
+screen([run], Options(), 200, 50)
+print(run.state.step, time.process_time() - start)
+# The kernel's other figure counts the parent's memory at the fork.
+print(next((line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), 0))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    step, seconds, kilobytes = (float(word) for word in told.split())
+    assert step == 100_000
+    assert seconds < 4.0
+    assert kilobytes < 200_000
+    # What comes after is read alone.
+    run = WatchedRun(tmp_path)
+    run.refresh()
+    with (tmp_path / "metrics.jsonl").open("ab") as out:
+        out.write(lines([train(100_001)]))
+    start = time.process_time()
+    assert run.refresh()
+    assert time.process_time() - start < 0.1
+    assert run.state.step == 100_001

@@ -65,7 +65,7 @@ def test_off_a_terminal_a_finished_run_is_told_in_lines(tmp_path):
     rows = told.splitlines()
     assert rows[0].startswith("sft on smollm2")
     assert 100 <= sum(row.startswith("step ") and "lr" in row for row in rows) <= 102
-    assert rows[-2].startswith("done: 1000 steps")
+    assert rows[-2].startswith("done: 1,000 steps")
     assert "answered 2 sample prompts" in told
 
 

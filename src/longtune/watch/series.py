@@ -132,7 +132,7 @@ class Buckets:
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """Exponential moving mean, debiased as in Adam (arXiv:1412.6980, section 3), passing over NaN.
+    """Exponential moving mean, debiased as in Adam (arXiv:1412.6980, section 3). NaN stays and changes nothing.
 
     Args:
         values: [n].
@@ -144,7 +144,6 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
         if value == value:
             total = weight * total + (1 - weight) * value
             bias = weight * bias + (1 - weight)
-        if bias:
             smoothed[index] = total / bias
     return smoothed
 

@@ -139,9 +139,9 @@ class RunState:
     @property
     def smoothed_loss(self) -> float | None:
         """Exponential mean over about the last 20 steps."""
-        recent = self.train.column("loss", 200)
-        value = smooth(recent, SMOOTHING)[-1] if len(recent) else np.nan
-        return float(value) if np.isfinite(value) else None
+        smoothed = smooth(self.train.column("loss", 200), SMOOTHING)
+        known = smoothed[np.isfinite(smoothed)]
+        return float(known[-1]) if len(known) else None
 
     @property
     def best_validation(self) -> tuple[int, float] | None:

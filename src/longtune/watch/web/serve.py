@@ -78,19 +78,22 @@ def serve(named: Sequence[Path], host: str, port: int) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # A name may stand for another machine's address by now.
         if is_loopback(host) and not is_loopback(str(address[0])):
             raise UserError(Problem(host, f"leads to {address[0]}, which is not this machine alone", "use 127.0.0.1"))
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)
+        return listener
     except OSError as error:
+        if listener is not None:
+            listener.close()
         reason = f"can't be listened on: {error.strerror or error}"
         raise UserError(Problem(f"{host}:{port}", reason, "choose another --port (0: any free one)")) from None
-    return listener
 
 
 def _address(host: str, port: int) -> str:

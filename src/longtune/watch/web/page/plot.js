@@ -3,15 +3,14 @@
 
 const PAD = { left: 62, right: 10, top: 8, bottom: 22 };
 
-// Exponential moving mean, debiased as in Adam (arXiv:1412.6980, section 3), passing over gaps.
+// Exponential moving mean, debiased as in Adam (arXiv:1412.6980, section 3). A gap stays, and changes nothing after it.
 export function smooth(values, weight) {
   let total = 0, bias = 0;
   return values.map((value) => {
-    if (value !== null) {
-      total = weight * total + (1 - weight) * value;
-      bias = weight * bias + (1 - weight);
-    }
-    return bias ? total / bias : null;
+    if (value === null) return null;
+    total = weight * total + (1 - weight) * value;
+    bias = weight * bias + (1 - weight);
+    return total / bias;
   });
 }
 
