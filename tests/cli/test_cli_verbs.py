@@ -16,7 +16,7 @@ from longtune.cli import app
 from longtune.config import load_config
 from tests.tiny_run import write_config, write_model, write_rows
 
-VERBS = ["demo", "init", "check", "train", "eval", "chat", "doctor", "export"]
+VERBS = ["demo", "init", "check", "train", "watch", "report", "eval", "chat", "doctor", "export"]
 
 
 @pytest.fixture(scope="module")

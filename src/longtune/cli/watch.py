@@ -13,7 +13,7 @@ from longtune.cli.output import AsJson, run
 
 def watch(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders; the newest run by default.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; the newest run by default.")
     ] = None,
     replay: Annotated[float | None, typer.Option(metavar="SPEED", help="Play again, so many times as fast.")] = None,
     ascii_: Annotated[bool, typer.Option("--ascii", help="No characters beyond ASCII.")] = False,
