@@ -40,7 +40,9 @@ MAY_USE = {
     "demo": STEP | {"data", "config", "train"},
     # Models and adapters on disk, without a run: what made them does not matter.
     "export": LOWER,
-    "cli": STEP | {"data", "config", "train", "watch", "demo", "integrations", "export"},
+    # A model in fewer bits; which rows it is measured on does not matter.
+    "quantise": LOWER | {"engine"},
+    "cli": STEP | {"data", "config", "train", "watch", "demo", "integrations", "export", "quantise"},
     # The public names, each imported when it is first used.
     "__init__": {"config", "engine", "errors", "integrations", "train"},
 }
