@@ -13,13 +13,14 @@ import pytest
 
 import longtune
 
-PUBLIC = ["DoesNotFit", "Plan", "Problem", "UserError", "__version__", "load_config", "stream", "train"]
+PUBLIC = ["DoesNotFit", "Plan", "Problem", "UserError", "__version__", "load_config", "plan", "stream", "train"]
 """Adding a name is a decision; taking one away breaks somebody."""
 
 SIGNATURES = {
     "Plan": ["layers_per_segment", "chunk_tokens", "boundary_store", "head_chunk", "keep"],
     "Problem": ["place", "reason", "fix"],
     "load_config": ["path", "overrides"],
+    "plan": ["config", "device", "device_memory", "tokens"],
     "stream": ["model", "plan", "memory"],
     "train": ["config", "on_event", "resume", "cancel"],
 }

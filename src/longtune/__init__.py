@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from longtune.errors import DoesNotFit, Problem, UserError
     from longtune.integrations.transformers import stream
     from longtune.train import train
+    from longtune.train.planning import plan
 
 __version__ = "0.1.0"
 
-__all__ = ["DoesNotFit", "Plan", "Problem", "UserError", "__version__", "load_config", "stream", "train"]
+__all__ = ["DoesNotFit", "Plan", "Problem", "UserError", "__version__", "load_config", "plan", "stream", "train"]
 
 _HOMES = {
     "DoesNotFit": "longtune.errors",
@@ -25,6 +26,7 @@ _HOMES = {
     "Problem": "longtune.errors",
     "UserError": "longtune.errors",
     "load_config": "longtune.config",
+    "plan": "longtune.train.planning",
     "stream": "longtune.integrations.transformers",
     "train": "longtune.train",
 }

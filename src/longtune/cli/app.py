@@ -6,7 +6,21 @@ import os
 
 import typer
 
-from longtune.cli import chat, check, demo, doctor, eval, export, init, quantise, report, sensitivity, train, watch
+from longtune.cli import (
+    chat,
+    check,
+    demo,
+    doctor,
+    eval,
+    export,
+    init,
+    plan,
+    quantise,
+    report,
+    sensitivity,
+    train,
+    watch,
+)
 
 # Plain help: boxes would not leave room for a verb's options on one screen.
 app = typer.Typer(
@@ -22,6 +36,7 @@ for verb in (
     demo.demo,
     init.init,
     check.check,
+    plan.plan,
     train.train,
     watch.watch,
     report.report,

@@ -18,6 +18,7 @@ def train(
     method: Annotated[str | None, typer.Option(help="sft, dpo, orpo or simpo.")] = None,
     output: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
     columns: Columns = None,
+    log: Annotated[list[str] | None, typer.Option(help="More events: memory (after each phase of a step).")] = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     stop_after: Annotated[str | None, typer.Option(help="Save and leave after 3h, 90m or 45s.")] = None,
@@ -34,6 +35,7 @@ def train(
     """
     named = {"model": model, "data": data, "method": method, "output": output}
     overrides = [*(set_ or []), *([f"train.stop_after={stop_after}"] if stop_after else [])]
+    overrides += [f"log=[{', '.join(log)}]"] if log else []
     run(lambda: _train(config, named, columns, overrides, resume), as_json)
 
 

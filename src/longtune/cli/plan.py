@@ -1,0 +1,126 @@
+"""`longtune plan`: whether a run fits, by which plan, and how long it takes, before it is started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from longtune.cli.output import AsJson, Columns, Overrides, run
+
+
+def plan(
+    config: Annotated[str | None, typer.Argument(help="A config file, or a run folder.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Embedded (smollm2), folder, file.gguf or hub name.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file, a folder or a hub name.")] = None,
+    memory: Annotated[str | None, typer.Option(help="A budget: 24GB, 22.5GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="A device that isn't here: h200, rtx4090, l4, ...")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Its memory, if it is another.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Plan for one row of so many tokens.")] = None,
+    columns: Columns = None,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a run fits, which plan it gets, and how long it takes.
+
+    \b
+    longtune plan longtune.yaml
+    longtune plan longtune.yaml --memory 24GB
+    longtune plan --model ./llama-8b --tokens 131072 --device rtx4090
+
+    Exit code 3 where it doesn't fit; the fixes that are shown were tried.
+    """
+    named = {"model": model, "data": data, "memory": memory}
+    run(lambda: _plan(config, named, columns, set_ or [], device, device_memory, tokens), as_json)
+
+
+def _plan(
+    path: str | None,
+    named: dict[str, str | None],
+    columns: str | None,
+    overrides: list[str],
+    device: str | None,
+    device_memory: str | None,
+    tokens: int | None,
+) -> dict[str, Any]:
+    from longtune.cli.options import as_overrides, column_overrides
+    from longtune.config import load_config, memory_bytes
+    from longtune.errors import Problem, UserError
+
+    if device_memory is not None:
+        memory_bytes(device_memory)
+    given = [*as_overrides(named), *column_overrides(columns), *overrides]
+    if path is None and not any(item.startswith("data=") for item in given):
+        if tokens is None:
+            raise UserError(Problem("plan", "neither a config nor data is named", "name one, or give --tokens N"))
+        given.append("data=none")
+    config = load_config(path, given)
+
+    from longtune.train.planning import plan as plan_run
+
+    found = plan_run(config, device=device, device_memory=device_memory, tokens=tokens)
+    for line in _lines(found, config):
+        print(line)
+    return {**found.as_dict(), "exit_code": 0 if found.fits else 3}
+
+
+_WHAT = {
+    "weights": "frozen weights",
+    "adapters": "adapters",
+    "optimiser": "optimiser state",
+    "gradients": "gradients",
+    "process": "Python and libraries",
+    "kv": "keys, values and their gradients",
+    "boundaries": "kept boundaries",
+    "flow": "residual stream",
+    "kept": "kept activations",
+    "prologue": "rotary tables and the like",
+    "cell": "one cell",
+    "head": "loss head",
+    "scratch": "workspaces of libraries",
+    "slack": "slack of the allocator",
+    "host": "host memory",
+    "disk": "disk",
+}
+
+
+def _lines(found: Any, config: Any) -> list[str]:
+    from longtune.watch.view import duration
+
+    prediction, device, budget = found.prediction, found.device, found.budget
+    verdict = "fits" if found.fits else "does not fit"
+    lines = [
+        f"{config.model}, {config.method}, a row of {found.tokens:,} tokens on {device.name}: {verdict}",
+        f"plan       {_plan_words(prediction.plan)}",
+        f"memory     {_gb(prediction.needed_bytes)} of {_gb(budget.device)}",
+    ]
+    for name, size in prediction.terms.items():
+        if name not in ("host", "disk") or device.kind == "cpu":
+            lines.append(f"  {_WHAT.get(name, name):<34} {_gb(size):>10}")
+    if prediction.host_bytes:
+        lines.append(f"host       {_gb(prediction.host_bytes)} of {_gb(budget.host)}, pinned")
+    if prediction.disk_bytes:
+        lines.append(f"disk       {_gb(prediction.disk_bytes)} of {_gb(budget.disk)}")
+    first = f", the first {found.first_step_seconds:.0f} s longer" if found.first_step_seconds >= 1 else ""
+    lines.append(f"time       {_seconds(found.seconds_per_step)} a step at most{first} (rates {device.source})")
+    if found.run_seconds is not None:
+        lines.append(f"           {duration(found.run_seconds)} for the run")
+    lines.append(f"longest    a row of {found.largest_row:,} tokens fits this budget")
+    lines += [f"fix        {fix}" for fix in found.fixes]
+    return lines
+
+
+def _plan_words(plan: Any) -> str:
+    chunk = "the row in one chunk" if plan.chunk_tokens is None else f"chunks of {plan.chunk_tokens:,} tokens"
+    if plan.keep == "everything":
+        return f"{chunk}, all activations kept"
+    layers = "all layers" if plan.layers_per_segment is None else f"{plan.layers_per_segment} layer(s)"
+    return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, kept: {plan.keep}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
