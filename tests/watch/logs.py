@@ -124,7 +124,13 @@ def write_run(folder: Path, events: list[dict[str, Any]] | None = None, **config
     plan = {
         "reason": "set in the config",
         "plan": {"layers_per_segment": 1, "chunk_tokens": 8192},
-        "predicted": {"peak_bytes": 2**31, "seconds_per_step": 1.8},
+        "predicted": {
+            "peak_bytes": 2**31,
+            "seconds_per_step": 1.8,
+            "seconds": {"total": 1.8},
+            "terms": {"weights": 2**30, "key_value_store": 2**28},
+            "device": "cpu",
+        },
         "measured": None,
     }
     (folder / "plan.json").write_text(json.dumps(plan))

@@ -65,6 +65,8 @@ def test_it_holds_the_whole_run(tmp_path):
         "100.0%",
         "Plan and measured",
         "2.00 GiB",
+        "key value store",
+        "256 MiB",
         "9 rows of chat",
         "1,234",
         "Sample answers",

@@ -135,6 +135,12 @@ def test_samples_are_bounded_and_the_first_ones_stay():
     assert [event["step"] for event in (state.samples[0], state.samples[-1])] == [1, 199]
 
 
+def test_events_that_come_many_times_a_step_push_nothing_out():
+    phases = [{"event": "memory", "step": 2, "phase": "head", "t": T0} for _ in range(2000)]
+    state = fed([meta(10), train(1), {"event": "checkpoint", "step": 1, "path": "c"}, *phases])
+    assert [note["event"] for note in state.notes] == ["checkpoint"]
+
+
 def test_steps_that_were_not_finite_are_counted():
     state = fed([meta(10), train(1), {**train(2), "loss": None}, {**train(3), "grad_norm": None}])
     assert state.nonfinite == [2, 3]

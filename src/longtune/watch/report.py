@@ -126,8 +126,15 @@ def _plan(run: WatchedRun, facts: dict[str, Any]) -> str:
     settings = settings if isinstance(settings, dict) else {}
     told = ", ".join(f"{key}: {'all' if value is None else value}" for key, value in settings.items())
     reason = f" ({plan['reason']})" if plan.get("reason") else ""
-    return f'<p class="quiet">{html.escape(told + reason)}</p>' + _table(
-        ("", "planned", "measured"), plan_rows(run, facts)
+    terms = run.surroundings.predicted.get("terms")
+    terms = terms if isinstance(terms, dict) else {}
+    parts = [
+        (name.replace("_", " "), size(int(value))) for name, value in terms.items() if isinstance(value, int | float)
+    ]
+    return (
+        f'<p class="quiet">{html.escape(told + reason)}</p>'
+        + _table(("", "planned", "measured"), plan_rows(run, facts))
+        + _table(("of the planned memory", ""), parts)
     )
 
 

@@ -19,6 +19,8 @@ Event = dict[str, Any]
 RECENT = 50
 """Steps by which speed and remaining time are judged."""
 KEPT_NOTES = 400
+MANY = ("memory",)
+"""Kinds that come several times a step on request; among the notes they would push out everything else."""
 KEPT_SAMPLES = 64
 SMOOTHING = 0.9
 LARGEST_STEP = 1 << 53
@@ -74,7 +76,7 @@ class RunState:
             self.samples.append(event)
             if len(self.samples) > KEPT_SAMPLES:
                 del self.samples[1]
-        else:
+        elif kind not in MANY:
             self.notes.append(event)
             if kind in ENDS:
                 self.end = event

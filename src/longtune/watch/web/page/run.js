@@ -96,11 +96,14 @@ function planTable(page) {
     el("th", {}, key.replaceAll("_", " ")),
     el("td", { class: "number" }, told(key, predicted[key])),
     el("td", { class: "number" }, told(key, measured[key] ?? now[key]))));
+  const terms = Object.entries(predicted.terms ?? {}).filter(([, value]) => typeof value === "number");
+  const parts = terms.map(([key, value]) => el("tr", {}, el("th", {}, key.replaceAll("_", " ")), el("td", { class: "number" }, size(value))));
   const settings = Object.entries(plan.plan ?? {}).map(([key, value]) => `${key}: ${value ?? "all"}`).join(", ");
   return [
     el("h2", {}, "Plan and measured"),
     el("p", { class: "quiet" }, settings, plan.reason ? ` (${plan.reason})` : ""),
     el("div", { class: "scroll" }, el("table", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "planned"), el("th", { class: "number" }, "measured")), ...rows)),
+    parts.length ? el("details", {}, el("summary", {}, "Of the planned memory"), el("table", {}, ...parts)) : "",
   ];
 }
 
