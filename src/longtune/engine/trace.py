@@ -401,7 +401,7 @@ class _AnyObjective:
         return torch.ones(len(forest.targets)) if self.one_pass else None
 
     def __call__(self, forest: Forest, log_probs: torch.Tensor, totals: Any) -> Outcome:
-        return Outcome(torch.ones(len(forest.targets)), {"loss": 0.0})
+        return Outcome({"loss": 0.0}, torch.ones(len(forest.targets)))
 
 
 @dataclass(frozen=True, slots=True)
