@@ -72,7 +72,8 @@ class Reference:
 
 
 class Chunked:
-    """A frozen matrix, `chunk` targets at a time; one pass gives log-probs and d(hidden).
+    """A frozen matrix, `chunk` targets at a time; one pass gives log-probs and d(hidden). A packed matrix is
+    dequantised a slice of the vocabulary at a time.
 
     With p = softmax(z), d(lp)/dz = onehot - p; a softcap multiplies by 1 - tanh^2, the scale by itself.
     """
@@ -85,7 +86,14 @@ class Chunked:
     def _logits(self, hidden_MH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits in fp32 (fp64), and tanh of the capped score where there is a softcap."""
         form = self.form
-        logits = torch.nn.functional.linear(hidden_MH, form.weight, form.bias).to(_wide(hidden_MH.dtype))
+        if form.packed is None:
+            scores = torch.nn.functional.linear(hidden_MH, form.weight, form.bias)
+        else:
+            scores = hidden_MH.new_empty(hidden_MH.shape[0], form.matrix.shape[0])
+            form.matrix.scores_into(scores, hidden_MH)
+            if form.bias is not None:
+                scores += form.bias.to(scores.dtype)
+        logits = scores.to(_wide(hidden_MH.dtype))
         if form.scale != 1.0:
             logits *= form.scale
         if form.softcap is None:
@@ -116,7 +124,7 @@ class Chunked:
                 gradient *= -self.form.scale * cotangent_M[piece, None].to(gradient.dtype)
                 if bent is not None:
                     gradient *= 1 - bent * bent
-                dhidden[piece] = gradient.to(hidden_MH.dtype) @ self.form.weight
+                dhidden[piece] = self.form.matrix.hidden_gradient(gradient.to(hidden_MH.dtype))
         return out, dhidden, []
 
 
@@ -159,11 +167,11 @@ class ModelHead:
 
 def make_head(stack: Stack, chunk: int | None) -> Head:
     """The bounded head for a model: a closed form where it has one (on CUDA with triton by `FusedChunked`, a trained
-    or packed matrix included; elsewhere by `Chunked`, frozen and dense), else `ModelHead`."""
+    matrix included; elsewhere by `Chunked`, frozen), dense or packed, else `ModelHead`."""
     if choose(stack.device, stack.dtype).name == "fused":
         from longtune.head.fused import FusedChunked
 
         form = read_form(stack, trained=True, packed=True)
         return ModelHead(stack, chunk) if form is None else FusedChunked(form, chunk)
-    form = read_form(stack)
+    form = read_form(stack, packed=True)
     return ModelHead(stack, chunk) if form is None else Chunked(form, chunk)

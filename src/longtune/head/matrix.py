@@ -117,7 +117,8 @@ class PackedMatrix:
             product_into(out_CV[:, own], hidden_CH, weight.t())
 
     def hidden_gradient(self, gradient_CV: torch.Tensor) -> torch.Tensor:
-        total = gradient_CV.new_zeros(gradient_CV.shape[0], self.shape[1], dtype=torch.float32)
+        wide = torch.promote_types(gradient_CV.dtype, torch.float32)
+        total = gradient_CV.new_zeros(gradient_CV.shape[0], self.shape[1], dtype=wide)
         for own, weight in self._slices(gradient_CV.dtype):
             add_product(total, gradient_CV[:, own], weight)
         return total.to(gradient_CV.dtype)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from longtune.engine import Engine, Plan
 from longtune.errors import UserError
+from longtune.head.heads import Chunked
 from longtune.model.adapters import add_lora
 from longtune.model.loading import load_model
 from longtune.model.packed import PackedExperts, PackedLinear, TiedHead, bits_of, packed_bytes
@@ -48,7 +49,12 @@ def broken(llama, tmp_path) -> Path:
 
 CONVERTED = {
     "gemma2": ("gemma2", {"q_bits": 4, "q_group_size": 32}, {}, {"tie_word_embeddings": True, "sliding_window": 64}),
-    "gemma3": ("gemma3_text", {"q_bits": 5, "q_group_size": 32}, {}, {"tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {"q_bits": 5, "q_group_size": 32},
+        {"sliding_window_pattern": 2},
+        {"tie_word_embeddings": True},
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {"q_bits": 6, "q_group_size": 32},
@@ -110,6 +116,7 @@ def test_gradients_through_a_packed_base_are_those_through_its_dequantised_copy(
         assert worst(plain, oracle_gradients(support.dense_copy(model), forest, cotangent)) < 1e-12
     engine = Engine(model, plan=Plan(chunk_tokens=5))
     try:
+        assert isinstance(engine.head, Chunked)
         walk = engine.walk(forest, (0, 0), True)
         walk.forward()
         walk.head(cotangent)
