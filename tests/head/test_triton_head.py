@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from longtune.head import fused
+from longtune.head import fused, matrix, online
 from longtune.head.form import HeadForm, read_form
 from longtune.head.fused import FusedChunked
 from longtune.head.heads import Reference
+from longtune.head.online import OnlineHead
+from longtune.model.packed import Format, PackedLinear
 from longtune.model.stack import Stack
 from tests import support
 
@@ -34,6 +36,18 @@ def draw(dtype, size, bias=False, scale=1.0, softcap=None):
     token = torch.randint(V, (M,), generator=generator).to(DEVICE)
     cotangent = torch.randn(M, generator=generator).to(DEVICE)
     return form, make(M, H), token, cotangent
+
+
+def draw_packed(bits, group):
+    generator = torch.Generator().manual_seed(3)
+    V, H = 300, 128
+    format = Format("affine", bits, group)
+    words = torch.randint(-(2**31), 2**31, (V, format.words(H)), generator=generator).to(torch.int32)
+    scales, biases = (torch.randn(V, H // group, generator=generator) * 0.05 for _ in range(2))
+    packed = PackedLinear(format, H, words, scales, biases, compute_dtype=torch.float32).to(DEVICE)
+    hidden = torch.randn(5, H, generator=generator).to(DEVICE)
+    token = torch.randint(V, (5,), generator=generator).to(DEVICE)
+    return packed, hidden, token, torch.randn(5, generator=generator).to(DEVICE)
 
 
 def double(form: HeadForm) -> HeadForm:
@@ -128,20 +142,9 @@ def test_the_buffer_of_logits_is_bounded(monkeypatch):
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("bits, group", [(4, 32), (8, 64), (4, 128), (3, 32)])
 def test_a_packed_matrix_gives_what_its_dense_copy_gives(bits, group, monkeypatch):
-    from longtune.head import matrix
-    from longtune.model.packed import Format, PackedLinear
-
     monkeypatch.setattr(matrix, "SLICE_BYTES", 0)  # The shortest slices: 128 rows.
-    generator = torch.Generator().manual_seed(3)
-    V, H = 300, 128
-    format = Format("affine", bits, group)
-    words = torch.randint(-(2**31), 2**31, (V, format.words(H)), generator=generator).to(torch.int32)
-    scales, biases = (torch.randn(V, H // group, generator=generator) * 0.05 for _ in range(2))
-    packed = PackedLinear(format, H, words, scales, biases, compute_dtype=torch.float32).to(DEVICE)
+    packed, hidden, token, cotangent = draw_packed(bits, group)
     dense = HeadForm(packed.dequantise(torch.float32))
-    hidden = torch.randn(5, H, generator=generator).to(DEVICE)
-    token = torch.randint(V, (5,), generator=generator).to(DEVICE)
-    cotangent = torch.randn(5, generator=generator).to(DEVICE)
     truth = FusedChunked(dense, None).backward(hidden, token, cotangent)
     found = FusedChunked(HeadForm(packed.weight, packed=packed), None).backward(hidden, token, cotangent)
     assert torch.allclose(found[0], truth[0], atol=1e-5) and torch.allclose(found[1], truth[1], atol=1e-5)
@@ -154,3 +157,42 @@ def test_a_trained_head_has_a_form_only_where_asked():
     assert read_form(stack) is None
     form = read_form(stack, trained=True)
     assert form is not None and form.weight is model.lm_head.weight
+
+
+class TestOnline:
+    """Logits made in the kernel; the sizes are not multiples of any tile's."""
+
+    @pytest.fixture(autouse=True)
+    def short_slices(self, monkeypatch):
+        monkeypatch.setattr(online, "SLICE", 64)
+
+    @pytest.mark.usefixtures("poisoned_empty")
+    @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_no_further_from_fp64_than_autograd(self, settings, dtype):
+        form, hidden, token, cotangent = draw(dtype, (7, 150, 40), **settings)
+        cotangent[2] = 0
+        truth_lp, truth_d, _ = Reference(double(form)).backward(hidden.double(), token, cotangent.double())
+        _, plain_d, _ = Reference(form).backward(hidden, token, cotangent)
+        head = OnlineHead(form, 5)
+        log_probs, dhidden, grads = head.backward(hidden, token, cotangent)
+        assert grads == [] and dhidden.dtype == dtype
+        # Scores are never rounded to the model's dtype.
+        assert error(log_probs, truth_lp) <= 1e-6
+        assert error(dhidden, truth_d) <= 1.2 * error(plain_d, truth_d) + (3e-6 if dtype == torch.float32 else 0)
+        assert torch.equal(head.log_probs(hidden, token), log_probs)
+        assert float(dhidden[2].abs().max()) == 0
+
+    @pytest.mark.usefixtures("poisoned_empty")
+    @pytest.mark.parametrize("bits, group", [(4, 32), (8, 64), (4, 128), (2, 32)])
+    def test_packed_words_are_read_as_they_are(self, bits, group):
+        packed, hidden, token, cotangent = draw_packed(bits, group)
+        dense = HeadForm(packed.dequantise(torch.float32))
+        truth = OnlineHead(dense).backward(hidden, token, cotangent)
+        found = OnlineHead(HeadForm(packed.weight, packed=packed)).backward(hidden, token, cotangent)
+        assert torch.allclose(found[0], truth[0], atol=1e-5) and torch.allclose(found[1], truth[1], atol=1e-5)
+
+    def test_formats_that_straddle_words_are_refused(self):
+        packed = draw_packed(3, 32)[0]
+        with pytest.raises(ValueError, match="2, 4 or 8 bits"):
+            OnlineHead(HeadForm(packed.weight, packed=packed))

@@ -8,6 +8,8 @@ Shapes: q [C, H, D], k [T, K, D], v [T, K, E] (any strides but the last, which i
 Scores are kept in base 2: log2(e) is folded into the scale.
 """
 
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

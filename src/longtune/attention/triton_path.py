@@ -242,6 +242,7 @@ class TritonPath:
         blocks = self._sizes(q, v)
         delta = torch.empty_like(lse)
         options = self._options(q, v, score, chunk, blocks.dq)
+        narrow: dict[str, Any] = {"value_width": options["value_width"], "BLOCK_E": options["BLOCK_E"], "BLOCK_M": 64}
         delta_kernel[(-(-C // 64), H)](
             dout,
             out,
@@ -250,7 +251,7 @@ class TritonPath:
             *_strides(out),
             delta.stride(1),
             C,
-            **{name: options[name] for name in ("value_width", "BLOCK_E")} | {"BLOCK_M": 64},
+            **narrow,
         )
         dq = torch.empty(1, C, H, q.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)

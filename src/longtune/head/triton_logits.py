@@ -6,6 +6,8 @@ The gradient of cot * log p(token) by the raw score r of a column, with z = cap(
 cot * scale * (onehot - p) * (1 - tanh^2), where tanh is that of the softcap (cap(x) = c tanh(x / c)), else zero.
 """
 
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -132,6 +134,6 @@ def log_probs_and_gradient(
             HAS_GRADIENT=cotangent_C is not None,
             NARROWS=narrows,
             BLOCK=block,
-            num_warps=8 if block >= 2048 else 4,  # pyright: ignore[reportCallIssue]
+            num_warps=8 if block >= 2048 else 4,
         )
     return gradient if cotangent_C is not None else None
