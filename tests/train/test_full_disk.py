@@ -12,10 +12,11 @@ import pytest
 from safetensors import SafetensorError
 
 from longtune.config import load_config
+from longtune.errors import UserError
 from longtune.train import RunFailed, checkpoint, events, files, train
 from longtune.train.events import EventLog, LogNotWritten
 from longtune.watch import read_events as read_log
-from tests.tiny_run import adapter_bytes, losses, read_events, write_config, write_model, write_rows
+from tests.tiny_run import adapter_bytes, losses, read_events, write_config, write_model, write_pairs, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,24 @@ def test_an_adapter_that_cannot_be_written_is_a_failed_run_that_can_be_resumed(c
         train(load_config(config))
     monkeypatch.undo()
     assert train(load_config(config), resume=True).adapter
+
+
+def test_a_run_that_cannot_begin_says_so_and_can_be_started_with_resume(config, monkeypatch):
+    monkeypatch.setattr("longtune.train.run.files.write_json", no_space)
+    with pytest.raises(UserError, match="can't be written: No space left on device"):
+        train(load_config(config))
+    monkeypatch.undo()
+    assert train(load_config(config), resume=True).adapter
+
+
+def test_references_that_cannot_be_kept_do_not_stop_a_run(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("longtune.train.references.save_file", no_space)
+    config = write_config(tmp_path / "run.yaml", model, write_pairs(tmp_path / "pairs"), tmp_path / "run", steps=1)
+    train(load_config(config, ["method=dpo"]))
+    said = [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "warning"]
+    assert len(said) == 2, "once for training rows, once for validation"
+    assert all("No space left on device; they are not kept for other runs" in reason for reason in said)
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ class Referenced:
             try:
                 self._values[:] = _read(path, key, len(self._values))
             except (ValueError, OSError, SafetensorError) as error:
-                tell({"path": str(path), "problem": " ".join(str(error).split())})
+                tell({"path": str(path), "problem": f"{_in_words(error)}; they are computed again"})
         missing = sorted({row for row in rows if self._values[row] is None})
         wanted = len(set(rows))
         trees = self._data.trees
@@ -172,14 +172,28 @@ class Referenced:
             computed += len(numbers)
             now = time.monotonic()
             if now - saved > _SAVE_SECONDS:
-                _write(path, key, self._values)
+                _keep(path, key, self._values, tell)
                 saved = now
             if now - told > _TELL_SECONDS and computed < len(missing):
                 tell(_progress(wanted, wanted - len(missing) + computed, computed, now - start, path))
                 told = now
         if computed:
-            _write(path, key, self._values)
+            _keep(path, key, self._values, tell)
         tell(_progress(wanted, wanted - len(missing) + computed, computed, time.monotonic() - start, path))
+
+
+def _keep(
+    path: Path, key: dict[str, Any], values: Sequence[Sums | None], tell: Callable[[dict[str, Any]], None]
+) -> None:
+    """Writes the file, or tells that it couldn't: this run has its values all the same."""
+    try:
+        _write(path, key, values)
+    except (OSError, SafetensorError) as error:
+        tell({"path": str(path), "problem": f"{_in_words(error)}; they are not kept for other runs"})
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _progress(rows: int, done: int, computed: int, seconds: float, path: Path) -> dict[str, Any]:

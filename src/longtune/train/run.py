@@ -40,7 +40,7 @@ class Run:
     Attributes:
         folder: the run's folder.
         adapter: the final adapter; None if the run stopped early.
-        reason: why it stopped early (SIGINT, SIGTERM, cancelled, stop_after); None when all steps are done.
+        reason: why it stopped early (SIGINT, SIGTERM, SIGHUP, cancelled, stop_after); None when all steps are done.
         step, steps: steps taken, and steps of the whole run.
         metrics: the values of metrics.json.
     """
@@ -110,7 +110,13 @@ def train(
         tracking = trackers.Tracking(folder.path, config, events, resumed=resume and not events.is_new)
         stack.enter_context(contextlib.closing(tracking))
         if events.is_new:
-            _write_start(folder, config, prepared, facts)
+            try:
+                _write_start(folder, config, prepared, facts)
+            except OSError as error:
+                fix = "make room, and start it again with --resume"
+                raise UserError(
+                    Problem(str(folder.path), f"can't be written: {error.strerror or error}", fix)
+                ) from error
         return _ActiveRun(config, folder, prepared, events, stopper, found, samples).run(
             [*(f"damaged checkpoint passed over: {line}" for line in damaged), *tracking.problems], changed
         )
@@ -272,7 +278,7 @@ class _ActiveRun:
 
         def tell(found: dict[str, Any]) -> None:
             if "problem" in found:
-                reason = f"cached reference log-probs {found['path']}: {found['problem']}; they are computed again"
+                reason = f"cached reference log-probs {found['path']}: {found['problem']}"
                 self.events.emit("warning", step=step, reason=reason)
             else:
                 self.events.emit("reference", step=step, split=split, **found)
