@@ -1,0 +1,182 @@
+"""Predicted beside measured memory on a CPU: the planner's peak and the process's peak resident set.
+
+Every setting runs in a fresh process: the model is built, the plan predicted, a short step makes the optimiser's state,
+and then one step of the row is measured (VmHWM, reset before it). Random weights at small shapes, and SmolLM2.
+
+    python bench/planner_cpu.py --out bench/results/planner_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from common import machine, status
+
+WINDOWED = ["sliding_attention"] * 2 + ["full_attention"]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen3": dict(
+        vocab_size=48000,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_hidden_layers=8,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "gemma3_text": dict(
+        vocab_size=65536,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=128,
+        sliding_window=512,
+        layer_types=WINDOWED * 2,
+    ),
+}
+
+SETTINGS: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("llama", "float32", 512, dict(keep="everything")),
+    ("llama", "float32", 2048, dict(keep="everything")),
+    ("llama", "float32", 2048, dict()),
+    ("llama", "float32", 2048, dict(chunk_tokens=512)),
+    ("llama", "float32", 4096, dict(chunk_tokens=512, keep="attention")),
+    ("llama", "float32", 8192, dict(chunk_tokens=1024)),
+    ("llama", "float32", 4096, dict(chunk_tokens=1024, layers_per_segment=4)),
+    ("llama", "float32", 4096, dict(chunk_tokens=1024, layers_per_segment=None)),
+    ("llama", "float32", 4096, dict(chunk_tokens=1024, boundary_store="host")),
+    ("qwen3", "float32", 1024, dict(keep="everything")),
+    ("qwen3", "float32", 2048, dict(keep="attention")),
+    ("qwen3", "float32", 2048, dict(chunk_tokens=512, head_chunk=256)),
+    ("qwen3", "bfloat16", 1024, dict(chunk_tokens=512)),
+    ("gemma3_text", "float32", 1024, dict(keep="everything")),
+    ("gemma3_text", "float32", 4096, dict(chunk_tokens=1024)),
+    ("gemma3_text", "float32", 2048, dict(chunk_tokens=512, keep="attention", boundary_store="host")),
+    ("smollm2", "float32", 512, dict(keep="everything")),
+    ("smollm2", "float32", 1024, dict(chunk_tokens=512)),
+    ("smollm2", "float32", 1024, dict(keep="attention")),
+    ("smollm2", "bfloat16", 512, dict(keep="everything")),
+]
+
+
+def build(name: str, dtype: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from longtune.model.loading import load_model
+
+    if name == "smollm2":
+        return load_model(name, dtype=dtype, device="cpu").model
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, max_position_embeddings=16384, **MODELS[name])
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).requires_grad_(False)
+
+
+def one(number: int) -> None:
+    """Predict and measure one setting in this process."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from longtune.engine import Engine, Plan, devices
+    from longtune.engine.forecast import Row
+    from longtune.engine.planner import Planner
+    from longtune.model.adapters import add_lora
+    from longtune.objective import get
+
+    name, dtype, tokens, keys = SETTINGS[number]
+    model = add_lora(build(name, dtype), rank=8, alpha=16)
+    model.train()
+    engine, plan, objective = Engine(model, Plan(**keys)), Plan(**keys), get("sft")
+    device = devices.measure(torch.device("cpu"), getattr(torch, dtype))
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def step(row: Row) -> float:
+        forest = row.forest()
+        start = time.perf_counter()
+        engine.accumulate(forest, objective, objective.totals(forest))
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
+    row = Row(tokens, trained=25)
+    with Planner(model, device, like=engine) as planner:
+        start = time.perf_counter()
+        prediction = planner.predict(plan, row)
+        planning = time.perf_counter() - start
+    del planner
+    gc.collect()
+    step(Row(32))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    seconds = step(row)
+    measured = int(status("VmHWM") * 1024 * 1024)
+    print(
+        json.dumps(
+            {
+                "model": name,
+                "dtype": dtype,
+                "tokens": tokens,
+                "plan": keys,
+                "predicted_bytes": prediction.peak_bytes,
+                "measured_bytes": measured,
+                "error": prediction.peak_bytes / measured - 1,
+                "terms": prediction.terms,
+                "predicted_seconds": prediction.seconds.total,
+                "measured_seconds": seconds,
+                "planning_seconds": planning,
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of settings")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        one(args.one)
+        return
+    rows = []
+    for number in args.only or range(len(SETTINGS)):
+        command = [sys.executable, __file__, "--one", str(number)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
+        row = rows[-1]
+        print(
+            f"{row['model']:<12} {row['dtype']:<9} {row['tokens']:>6} {row['plan']!s:<62} "
+            f"predicted {row['predicted_bytes'] / 2**20:>6.0f} MiB  measured {row['measured_bytes'] / 2**20:>6.0f} MiB  "
+            f"{row['error']:+7.1%}  time {row['predicted_seconds']:.1f} / {row['measured_seconds']:.1f} s",
+            flush=True,
+        )
+    within = sum(abs(row["error"]) <= 0.05 for row in rows)
+    lowest = min(row["error"] for row in rows)
+    print(f"within 5%: {within} of {len(rows)}; lowest {lowest:+.1%}")
+    if args.out:
+        result = {**machine(), "within_5_percent": within, "lowest_error": lowest, "rows": rows}
+        Path(args.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
