@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from longtune.errors import Problem, UserError
 from longtune.model import adapter_files, adapters
 from longtune.model.lora import use_lean_layers
+from longtune.model.packed import PackedWeight
 
 REFERENCE = "reference"
 """PEFT's name of the frozen adapter."""
@@ -105,7 +106,7 @@ def _layers(model: nn.Module) -> Iterator[BaseTunerLayer]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) of the base model: its configuration, and samples and the sum of the bits of every parameter.
+    """sha256 (hex) of the base model: its configuration, and samples and the sum of the bits of every weight.
 
     Any change of a single weight changes the sum; moved weights are left to the samples.
     """
@@ -113,7 +114,7 @@ def fingerprint(model: nn.Module) -> str:
     config = base.config.to_dict()  # pyright: ignore[reportCallIssue]
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _VOLATILE}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-    for name, parameter in base.named_parameters():
+    for name, parameter in [*base.named_parameters(), *_packed_tensors(base)]:
         if ".lora_" in name:
             continue
         flat = parameter.detach().reshape(-1)
@@ -123,6 +124,13 @@ def fingerprint(model: nn.Module) -> str:
         bits = flat.view(_BITS[flat.element_size()])
         digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
     return digest.hexdigest()
+
+
+def _packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What packed weights hold: buffers, not parameters."""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedWeight):
+            yield from ((f"{path}.{name}", buffer) for name, buffer in module.named_buffers(recurse=False))
 
 
 def adapter_digest(folder: str | os.PathLike[str]) -> str:
