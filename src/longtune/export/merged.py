@@ -90,17 +90,20 @@ def merge(model: PreTrainedModel, updates: Named, dtype: torch.dtype) -> PreTrai
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(config, dtype=dtype)
     dense.generation_config = model.generation_config
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    taken: dict[int, nn.Parameter] = {}  # By the dense model's own parameter: a tied head has its embedding's.
     for path, module in dense.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
                 continue
-            update = updates.get(path) if leaf == "weight" else None
-            value = _value(modules.get(path), modules, f"{path}.{leaf}" if path else leaf, update, dtype)
-            if value.shape != parameter.shape:
-                name = f"{path}.{leaf}"
-                raise RuntimeError(f"{name} is {list(value.shape)} in the base, {list(parameter.shape)} when dense")
-            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            if id(parameter) not in taken:
+                name = f"{path}.{leaf}" if path else leaf
+                update = updates.get(path) if leaf == "weight" else None
+                value = _take(modules.get(path), modules, name, update, dtype)
+                if value.shape != parameter.shape:
+                    raise RuntimeError(f"{name} is {list(value.shape)} in the base, {list(parameter.shape)} when dense")
+                taken[id(parameter)] = nn.Parameter(value, requires_grad=False)
+            module._parameters[leaf] = taken[id(parameter)]
         for leaf, buffer in list(module._buffers.items()):
             held = getattr(modules.get(path), leaf, None)
             if buffer is not None and buffer.is_meta and isinstance(held, torch.Tensor):
@@ -109,10 +112,10 @@ def merge(model: PreTrainedModel, updates: Named, dtype: torch.dtype) -> PreTrai
     return dense
 
 
-def _value(
+def _take(
     module: nn.Module | None, modules: dict[str, nn.Module], name: str, update: Update | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One tensor of the dense model, taken out of the base."""
+    """One tensor of the dense model; the base has an empty one in its place afterwards."""
     leaf = name.rpartition(".")[2]
     inner = modules.get(name)  # Packed experts stand where a parameter was.
     if inner is not None:
@@ -123,11 +126,13 @@ def _value(
         wide = dequantise(module, torch.float32)
         if update is not None:
             wide = wide + update.delta().to(wide.device)
-        value = (wide.t() if isinstance(module, Conv1D) else wide).to("cpu", dtype)
-        return value.contiguous()
-    assert isinstance(held, torch.Tensor), f"the base has no {name}"
-    value = held.detach().to("cpu", dtype) if held.is_floating_point() else held.detach().cpu()
-    return value.clone() if value.data_ptr() == held.data_ptr() else value
+        value = (wide.t() if isinstance(module, Conv1D) else wide).to("cpu", dtype).contiguous()
+    else:
+        assert isinstance(held, torch.Tensor), f"the base has no {name}"
+        value = held.detach().to("cpu", dtype) if held.is_floating_point() else held.detach().cpu()
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(value.new_empty(0), requires_grad=False)
+    return value
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,7 +43,8 @@ def logits(model: Path, tokens: torch.Tensor, adapter: Path | None = None) -> tu
     if adapter is not None:
         written = mx.load(str(adapter / "adapters.safetensors"))
         load_adapters(read, str(adapter))
-        lost = sorted(set(written) - set(dict(tree_flatten(read.parameters()))))
+        held = {str(name) for name, _ in cast(Any, tree_flatten(read.parameters()))}
+        lost = sorted({str(name) for name in written} - held)
         if lost:
             raise ValueError(f"mlx-lm's model has no place for {', '.join(lost[:5])}")
     read.eval()

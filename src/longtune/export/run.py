@@ -100,8 +100,11 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
     sources = [(read_updates(request.adapter), 1.0)] + [(read_updates(path), w) for path, w in request.others]
     tell(f"loading {request.model}")
     dtype, why = compute_dtype(request.model)
-    loaded = load_model(request.model, dtype=dtype, device=request.device, trust_remote_code=request.trust_remote_code)
-    job = _Job(request, sources, loaded, why)
+    trust = request.trust_remote_code
+    # Nothing but the job holds the base: merging empties it, and it is gone before the artefact is read.
+    job = _Job(
+        request, sources, load_model(request.model, dtype=dtype, device=request.device, trust_remote_code=trust), why
+    )
     out = request.out
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -253,8 +256,7 @@ class _Job:
 
     def _give_up_base(self) -> None:
         """Frees the base before the artefact is loaded: the two never lie in memory together."""
-        self.model = None  # pyright: ignore[reportAttributeAccessIssue]
-        self.loaded = None  # pyright: ignore[reportAttributeAccessIssue]
+        del self.model, self.loaded
         gc.collect()
 
 
