@@ -35,6 +35,13 @@ def test_the_newest_run_is_told_as_lines_and_as_json(here):
     assert "\n" not in call("watch", "--json").stdout.rstrip("\n")
 
 
+def test_following_a_run_that_was_killed_or_failed_leaves_with_1(here):
+    write_run(here / "runs" / "a", run_events(30, upto=5))
+    assert "no process writes this run any more" in call("watch", code=1).stdout
+    write_run(here / "runs" / "b", [*run_events(30, upto=5), {"event": "failed", "step": 5, "reason": "x", "t": 1.9e9}])
+    assert "failed at step 5: x" in call("watch", "runs/b", code=1).stdout
+
+
 def test_several_runs_are_one_json_object(here):
     for name in "ab":
         write_run(here / "runs" / name, run_events(30))

@@ -15,6 +15,9 @@ _OPTIONAL = {
     "gguf": "GGUF files and the embedded model can't be read",
     "bitsandbytes": "no 4-bit and 8-bit base models (NF4, int8)",
     "triton": "no fused loss head: the chunked one is used",
+    "starlette": "no page: `longtune watch --web` needs the extra web",
+    "uvicorn": "no page: `longtune watch --web` needs the extra web",
+    "matplotlib": "`longtune report` writes no PNG, only HTML",
     "liger-kernel": "norms, rotary embeddings and GLU are transformers' own, slower on CUDA",
 }
 """What each optional package's absence costs."""

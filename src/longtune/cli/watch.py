@@ -68,8 +68,8 @@ def _watch(
         WatchedRun(folder, name) if replay is None else ReplayedRun(folder, replay, name)
         for folder, name in zip(folders, names, strict=True)
     ]
-    show(watched_runs, Console(file=sys.stdout, highlight=False), ascii_only=ascii_only)
-    return {}
+    well = show(watched_runs, Console(file=sys.stdout, highlight=False), ascii_only=ascii_only)
+    return {"exit_code": 0 if well else 1}
 
 
 def _serve(named: list[Path], host: str, port: int) -> dict[str, Any]:

@@ -30,12 +30,17 @@ REDRAW = 5.0
 OVER = ("done", "failed", "stopped", "gone")
 
 
-def watch(runs: Sequence[WatchedRun], console: Console, *, ascii_only: bool = False) -> None:
-    """Shows runs until the user detaches; without a screen, until they are over."""
+def watch(runs: Sequence[WatchedRun], console: Console, *, ascii_only: bool = False) -> bool:
+    """Shows runs until the user detaches; without a screen, until they are over.
+
+    Returns:
+        False if a run was followed to an end that is no good one (failed, gone).
+    """
     if console.is_terminal and not console.is_dumb_terminal:
         _watch_screen(runs, console, ascii_only or not speaks_unicode(console))
-    else:
-        follow(runs, console)
+        return True
+    follow(runs, console)
+    return not any(run.status in ("failed", "gone") for run in runs)
 
 
 def speaks_unicode(console: Console) -> bool:
@@ -163,6 +168,9 @@ class Keys:
         ready, _, _ = select.select([self._file], [], [], seconds)
         if not ready:
             return None
-        pressed = os.read(self._file.fileno(), 32).decode(errors="replace")
-        # An empty read means that the terminal is gone.
+        try:
+            pressed = os.read(self._file.fileno(), 32).decode(errors="replace")
+        except OSError:
+            pressed = ""
+        # Nothing to read, or an error, means that the terminal is gone.
         return "q" if not pressed else pressed[0] if pressed[0] != "\x1b" else "\x1b"
