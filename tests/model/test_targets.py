@@ -3,7 +3,7 @@
 import pytest
 
 from longtune.errors import UserError
-from longtune.model.targets import choose_targets, decoder_layers, shortest_patterns, unnameable
+from longtune.model.targets import choose_targets, decoder_layers, left_out, shortest_patterns, unnameable
 from support import ARCHITECTURES, tiny_model
 
 
@@ -44,6 +44,16 @@ def test_linears_that_peft_would_take_for_experts_are_left_out_or_refused():
     assert not unnameable(tiny_model("llama"))
     with pytest.raises(UserError, match="PEFT takes up_proj for experts"):
         choose_targets(tiny_model("deepseek_v3"), ["q_a_proj", "up_proj"])
+
+
+def test_what_all_linear_leaves_out_is_said():
+    linears, experts = left_out(tiny_model("deepseek_v3"))
+    # A dense MLP in the first layer, shared experts in the other three: three linears each.
+    assert linears.startswith("12 linears of dense and shared MLPs (down_proj, gate_proj, up_proj) get no adapter")
+    assert experts.startswith("experts get no adapter: their weights are 6 tensors")
+    (experts,) = left_out(tiny_model("qwen3_moe"), ["all-linear", "q_proj"])
+    assert "8 tensors" in experts and "74%" in experts
+    assert left_out(tiny_model("llama")) == [] == left_out(tiny_model("qwen3_moe"), ["q_proj"])
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
