@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from longtune.errors import Problem, UserError
+from longtune.model.packed.modules import PackedExperts
 
 ALL_LINEAR = "all-linear"
 
@@ -130,18 +131,10 @@ def left_out(model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR) 
             f"{len(lost)} linears of dense and shared MLPs ({ends}) get no adapter: on {model.config.model_type}, "
             "PEFT takes these names for experts and would load such an adapter wrongly"
         )
-    stacked = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if name.startswith(f"{prefix}.") and parameter.ndim == 3
-    ]
-    if stacked:
-        inside = sum(p.numel() for name, p in model.named_parameters() if name.startswith(f"{prefix}."))
-        share = sum(p.numel() for _, p in stacked) / inside
-        said.append(
-            f"experts get no adapter: their weights are {len(stacked)} tensors, not linears "
-            f"({share:.0%} of the layers' weights)"
-        )
+    stacks = sum(p.ndim == 3 for name, p in model.named_parameters() if name.startswith(f"{prefix}."))
+    stacks += sum(isinstance(module, PackedExperts) for module in model.modules())
+    if stacks:
+        said.append(f"experts get no adapter: their weights are {stacks} stacked tensors, not linears")
     return said
 
 
