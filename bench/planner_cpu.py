@@ -70,7 +70,7 @@ SETTINGS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("qwen3", "float32", 2048, dict(chunk_tokens=512, head_chunk=256)),
     ("qwen3", "bfloat16", 1024, dict(chunk_tokens=512)),
     ("gemma3_text", "float32", 1024, dict(keep="everything")),
-    ("gemma3_text", "float32", 4096, dict(chunk_tokens=1024)),
+    ("gemma3_text", "float32", 2048, dict(chunk_tokens=1024)),
     ("gemma3_text", "float32", 2048, dict(chunk_tokens=512, keep="attention", boundary_store="host")),
     ("smollm2", "float32", 512, dict(keep="everything")),
     ("smollm2", "float32", 1024, dict(chunk_tokens=512)),
@@ -166,7 +166,7 @@ def main() -> None:
         row = rows[-1]
         print(
             f"{row['model']:<12} {row['dtype']:<9} {row['tokens']:>6} {row['plan']!s:<62} "
-            f"predicted {row['predicted_bytes'] / 2**20:>6.0f} MiB  measured {row['measured_bytes'] / 2**20:>6.0f} MiB  "
+            f"predicted {row['predicted_bytes'] / 2**20:>6.0f} MiB, measured {row['measured_bytes'] / 2**20:>6.0f} MiB "
             f"{row['error']:+7.1%}  time {row['predicted_seconds']:.1f} / {row['measured_seconds']:.1f} s",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Predicted beside measured memory and time on a GPU, and a sweep of budgets in which no plan may run out of memory.
+"""Predicted beside measured memory and time on a GPU, and a sweep of budgets in which no plan may run out.
 
 Random bf16 weights at real shapes, LoRA r=16 on every linear of the layers, one sequence. Measured: the allocator's peak
 over two steps (`max_memory_allocated`) and the seconds of the second. Predicted: the planner's, with rates measured on
@@ -166,7 +166,7 @@ def compare(bench: Bench) -> list[dict[str, Any]]:
             )
             r = rows[-1]
             print(
-                f"{bench.name:<11} {tokens:>6} {keys!s:<76} {r['predicted_bytes'] / 2**30:6.2f} / {peak / 2**30:6.2f} GiB"
+                f"{bench.name:<11} {tokens:>6} {keys!s:<76} {r['predicted_bytes'] / 2**30:.2f} / {peak / 2**30:.2f} GiB"
                 f" {r['error']:+6.1%} (reserved {reserved / 2**30:.2f}, needed {r['needed_bytes'] / 2**30:.2f})"
                 f"  {r['predicted_seconds']:6.2f} / {seconds:6.2f} s {r['time_error']:+6.1%}"
                 f" table {r['time_error_table']:+6.1%}",
