@@ -106,6 +106,8 @@ def _lines(found: Any, config: Any) -> list[str]:
     if found.run_seconds is not None:
         lines.append(f"           {duration(found.run_seconds)} for the run")
     lines.append(f"longest    a row of {found.largest_row:,} tokens fits this budget")
+    lines += [f"{'ranks' if number == 0 else '':<10} {line}" for number, line in enumerate(found.ranks.lines())]
+    lines += [f"note       {note}" for note in found.ranks.notes]
     lines += [f"fix        {fix}" for fix in found.fixes]
     return lines
 

@@ -12,11 +12,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from longtune.config import MemoryPlan, RunConfig, check_config, memory_bytes
 from longtune.data import Batcher, Dataset
@@ -27,8 +29,10 @@ from longtune.engine.forecast import Row
 from longtune.engine.planner import CONTEXT, KEYS, Budget, Planner, Prediction, budget_here
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import add_lora
+from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from longtune.model.meta import meta_model
+from longtune.model.ranks import Ranks
 from longtune.tree import Forest
 
 AUTO_CHUNK = 8192
@@ -248,6 +252,7 @@ class RunPlan:
         run_seconds: of the whole run; None where its data wasn't read.
         largest_row: tokens of the longest single row that fits this budget.
         fixes: what to do where it doesn't fit, from cheap to dear; each was tried.
+        ranks: the rank of every adapted module.
     """
 
     fits: bool
@@ -260,6 +265,7 @@ class RunPlan:
     run_seconds: float | None
     largest_row: int
     fixes: tuple[str, ...]
+    ranks: Ranks
 
     @property
     def plan(self) -> Plan:
@@ -280,6 +286,7 @@ class RunPlan:
             "run_seconds": self.run_seconds,
             "largest_row": self.largest_row,
             "fixes": list(self.fixes),
+            "ranks": self.ranks.describe(),
         }
 
 
@@ -311,7 +318,7 @@ def plan(
     else:
         dtype = choose_dtype(config.dtype, here)[0]
     batches, row = _rows(config, tokens)
-    model = _model(config, dtype)
+    model, ranks = _model(config, dtype)
     target = away or _measure(here, dtype, *_attention_shape(model.get_base_model()))
     budget = _budget_for(config, away, here, device_memory)
     fixed = given_keys(config.memory)
@@ -331,6 +338,7 @@ def plan(
             run_seconds=None if batches is None else _whole_run(planner, shown, batches, config),
             largest_row=planner.largest_row(budget, fixed),
             fixes=tuple(fixes),
+            ranks=ranks,
         )
 
 
@@ -352,7 +360,9 @@ def _rows(config: RunConfig, tokens: int | None) -> tuple[Sequence[int] | None, 
     return each * whole + each[:rest], _longest(config, data)
 
 
-def _model(config: RunConfig, dtype: torch.dtype) -> Any:
+def _model(config: RunConfig, dtype: torch.dtype) -> tuple[Any, Ranks]:
+    from longtune.train.prepare import planned_ranks
+
     model: nn.Module | None = None
     if config.quantise_on_load is None:
         model = meta_model(config.model, dtype, trust_remote_code=config.trust_remote_code)
@@ -361,6 +371,8 @@ def _model(config: RunConfig, dtype: torch.dtype) -> Any:
             config.model, dtype=str(dtype).removeprefix("torch."), device="cpu", quantise=config.quantise_on_load
         ).model
     lora = config.lora
+    folder = embedded_folder() if config.model == EMBEDDED else Path(config.model).expanduser()
+    ranks = planned_ranks(config, cast(PreTrainedModel, model), folder if folder.exists() else None)
     wrapped = add_lora(
         model,  # pyright: ignore[reportArgumentType]
         rank=lora.rank,
@@ -369,9 +381,12 @@ def _model(config: RunConfig, dtype: torch.dtype) -> Any:
         layers=lora.layers if isinstance(lora.layers, str) else list(lora.layers),
         dropout=lora.dropout,
         rslora=lora.rslora,
+        rank_policy=lora.rank_policy,
+        bits=ranks.bits,
+        kl=ranks.kl,
     )
     wrapped.train()
-    return wrapped
+    return wrapped, ranks
 
 
 def _budget_for(config: RunConfig, away: Device | None, here: torch.device, device_memory: str | None) -> Budget:

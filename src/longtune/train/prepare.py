@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from longtune import objective as objectives
 from longtune.config import MemoryPlan, RunConfig
@@ -171,24 +172,26 @@ def data_settings(config: RunConfig) -> dict[str, Any]:
     )
 
 
-def planned_ranks(config: RunConfig, loaded: Loaded) -> Ranks:
+def planned_ranks(config: RunConfig, model: PreTrainedModel, folder: Path | None) -> Ranks:
     """The rank that the run gives each adapted module; the model stays as it is.
+
+    Args:
+        model: without an adapter; its weights need no values.
+        folder: where it lies on this disk.
 
     Raises:
         UserError: targets, ranks or sensitivities that the user must change.
     """
     lora = config.lora
-    figures = find_figures(loaded.model, loaded.path, policy=lora.rank_policy, sensitivity=lora.sensitivity)
-    return lora_ranks(
-        loaded.model, figures, rank=lora.rank, policy=lora.rank_policy, targets=lora.targets, layers=lora.layers
-    )
+    figures = find_figures(model, folder, policy=lora.rank_policy, sensitivity=lora.sensitivity)
+    return lora_ranks(model, figures, rank=lora.rank, policy=lora.rank_policy, targets=lora.targets, layers=lora.layers)
 
 
 def _add_adapter(config: RunConfig, loaded: Loaded, checkpoint: Path | None) -> tuple[PeftModel, Ranks | None]:
     if checkpoint is not None:
         return load_adapter(loaded.model, checkpoint, trainable=True), None
     lora = config.lora
-    ranks = planned_ranks(config, loaded)
+    ranks = planned_ranks(config, loaded.model, loaded.path)
     model = add_lora(
         loaded.model,
         rank=lora.rank,
