@@ -31,7 +31,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def config(model, data, tmp_path):
-    return write_config(tmp_path / "run.yaml", model, data, tmp_path / "run", eval_every=0)
+    return write_config(tmp_path / "run.yaml", model, data, tmp_path / "run", eval_every=0, accumulate=1)
 
 
 def no_space(*_, **__):
@@ -68,7 +68,7 @@ def test_stop_leaves_the_last_checkpoint_whole_and_says_what_to_do(config, tmp_p
     assert (found is not None and found.step, damaged) == (2, [])
     monkeypatch.undo()
     train(load_config(config), resume=True)
-    unbroken = write_config(tmp_path / "whole.yaml", *_parts(config), tmp_path / "whole", eval_every=0)
+    unbroken = write_config(tmp_path / "whole.yaml", *_parts(config), tmp_path / "whole", eval_every=0, accumulate=1)
     train(load_config(unbroken))
     assert adapter_bytes(run) == adapter_bytes(tmp_path / "whole")
 
@@ -191,7 +191,9 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_on_a_real_disk_that_fills_up(policy, model, data, tmp_path, small_disk):
-    config = write_config(tmp_path / "run.yaml", model, data, small_disk / "run", eval_every=0, save_every=1, steps=8)
+    config = write_config(
+        tmp_path / "run.yaml", model, data, small_disk / "run", eval_every=0, save_every=1, steps=8, accumulate=1
+    )
     ballast = small_disk / "ballast"
 
     def fill(event):

@@ -19,7 +19,9 @@ from tests.tiny_run import read_events, write_config, write_model, write_rows
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     model, data = write_model(folder / "model"), write_rows(folder / "data")
-    return write_config(folder / "run.yaml", model, data, folder / "run", steps=3, eval_every=0, save_every=0)
+    return write_config(
+        folder / "run.yaml", model, data, folder / "run", steps=3, eval_every=0, save_every=0, accumulate=1
+    )
 
 
 def test_an_exception_in_on_event_is_one_warning_with_a_traceback_and_the_run_goes_on(config, tmp_path, capsys):

@@ -30,6 +30,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def make(model, data, tmp_path):
     def run(name, *overrides, rows=None, **changes):
+        changes = {"steps": 4, "accumulate": 1, "save_every": 0, **changes}
         config = write_config(tmp_path / f"{name}.yaml", model, rows or data, tmp_path / name, **changes)
         return train(load_config(config, list(overrides)))
 
@@ -70,7 +71,7 @@ def test_training_and_its_generators_do_not_notice(make):
 def test_without_validation_there_are_answers_before_and_after(make):
     run = make("run", "samples.prompts=[abc, 'de f']", "samples.max_new_tokens=3", eval_every=0)
     events = sampled(run)
-    assert [event["step"] for event in events] == [0, 6]
+    assert [event["step"] for event in events] == [0, 4]
     assert [item["prompt"] for item in events[0]["items"]] == ["abc", "de f"]
     assert all("reference" not in item for item in events[0]["items"])
 
@@ -123,13 +124,13 @@ def test_an_empty_file_of_prompts_is_refused(tmp_path):
 
 
 def test_a_run_out_of_memory_over_its_answers_goes_on_without_them(make, monkeypatch):
-    plain = make("plain")
+    plain = make("plain", steps=2)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(samples_module, "generate", full)
-    run = make("run", "samples.prompts=2")
+    run = make("run", "samples.prompts=2", steps=2)
     assert adapter_bytes(run.folder) == adapter_bytes(plain.folder)
     (warning,) = [event for event in read_events(run.folder) if event["event"] == "warning"]
     assert (warning["problem"], warning["step"]) == ("samples", 0)
