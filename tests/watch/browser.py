@@ -148,6 +148,15 @@ class Browser:
                 raise TimeoutError(f"never true: {condition}; problems: {self.problems}")
             time.sleep(0.05)
 
+    def wait_for_request(self, *words: str, seconds: float = 30.0) -> None:
+        """Waits until the page has asked for an address with these words in it."""
+        until = time.monotonic() + seconds
+        while not any(all(word in url for word in words) for url in self.requested):
+            assert time.monotonic() < until, f"never asked for: {words}; {self.requested}"
+            # Any call reads what the browser has told.
+            self.js("0")
+            time.sleep(0.05)
+
     def drag(self, selector: str, start: float, end: float) -> None:
         """Drags the mouse over an element, from one share of its width to another."""
         script = (

@@ -102,3 +102,17 @@ def test_an_unchanged_file_is_not_opened(tmp_path, monkeypatch):
     added(follower)
     monkeypatch.setattr(type(file), "open", lambda *_: pytest.fail("opened"))
     assert added(follower) == ([], 0)
+
+
+def test_a_file_that_cannot_be_opened_has_no_lines_and_is_tried_again(tmp_path, monkeypatch):
+    file = tmp_path / "log"
+    file.write_bytes(b"a\n")
+    follower = Tail(file)
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(file), "open", refused)
+        assert added(follower) == ([], 0)
+    assert added(follower) == ([b"a"], 0)

@@ -155,6 +155,24 @@ def test_a_run_that_is_removed_is_a_clear_answer(root, client, monkeypatch):
     assert len(got(client, "/api/runs")["runs"]) == 1
 
 
+def test_a_run_whose_name_is_no_text_and_one_that_cannot_be_read_leave_the_list_whole(root, client, monkeypatch):
+    import os
+
+    write_run(root / "runs" / os.fsdecode(b"caf\xe9"), run_events(3))
+    found = {run["run"]: run for run in got(client, "/api/runs")["runs"]}
+    assert found["runs/caf?"]["step"] == 3
+    assert got(client, "/api/run", run="runs/caf?")["step"] == 3
+    real = room._glanced
+
+    def unreadable(folder, name):
+        if name == "runs/a":
+            raise PermissionError(13, "Permission denied")
+        return real(folder, name)
+
+    monkeypatch.setattr(room, "_glanced", unreadable)
+    assert {run["run"] for run in Served(root).overview()} == {"runs/b", "runs/caf?"}
+
+
 def test_few_runs_are_kept_in_memory(root, monkeypatch):
     monkeypatch.setattr(room, "OPEN_RUNS", 2)
     for number in range(4):

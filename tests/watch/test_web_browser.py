@@ -99,7 +99,8 @@ def test_smoothing_logarithm_and_zoom_change_the_picture(browser, server):
     browser.wait("!document.querySelector('.tools button:not([id])').disabled")
     seen.append(browser.js(picture))
     assert len(set(seen)) == 4
-    assert any("first=" in url and "last=" in url for url in browser.requested), "a zoom asks for the range in detail"
+    # A zoom asks for the range in detail.
+    browser.wait_for_request("first=", "last=")
     browser.js("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Show all steps').click()")
     browser.wait(f"{picture} === {picture} && document.querySelector('[data-chart=loss] .tip') !== null")
 

@@ -233,7 +233,6 @@ def test_without_the_right_token_nothing_is_told(away):
             answer = client.get(path, params={} if given is None else {"token": given})
             assert answer.status_code == 403, (path, given)
             assert token not in answer.text
-        assert client.get(path, headers={"cookie": "longtune-token=wrong"}).status_code == 403
     headers = {"origin": "http://192.168.1.7:8787", "content-type": "application/json"}
     assert client.post("/api/stop", content='{"run": "runs/a"}', headers=headers).status_code == 403
 
@@ -270,8 +269,15 @@ def test_a_token_does_not_make_up_for_a_foreign_name_or_origin(away):
 
 
 @pytest.mark.parametrize(
-    "cookie", ["", ";;;", "longtune-token", "a=b; longtune-token=\x7f", "longtune-token=" + "x" * 5000]
+    "cookie", ["", ";;;", "{name}", "a=b; {name}=\x7f", "{name}=" + "x" * 5000, "{name}=wrong", "other={token}"]
 )
 def test_broken_cookies_are_no_token(away, cookie):
-    client, _ = away
-    assert client.get("/", headers={"cookie": cookie}).status_code == 403
+    client, token = away
+    name = Policy(frozenset(), token=token).cookie
+    sent = cookie.format(name=name, token=token)
+    assert client.get("/", headers={"cookie": sent}).status_code == 403
+    assert client.get("/", headers={"cookie": f"other=1; {name}={token}"}).status_code == 200
+
+
+def test_two_servers_of_one_machine_keep_their_cookies_apart():
+    assert Policy.of("0.0.0.0").cookie != Policy.of("0.0.0.0").cookie

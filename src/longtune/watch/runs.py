@@ -47,20 +47,25 @@ def _runs_in(root: Path) -> Iterator[Path]:
     while waiting and looked < MOST_FOLDERS:
         folder, depth = waiting.pop(0)
         looked += 1
-        if holds_run(folder) and (folder / EVENTS).resolve().is_relative_to(root):
+        if holds_run(folder) and stays_inside(folder / EVENTS, root):
             yield folder
             continue
         if depth == DEEPEST:
             continue
         try:
-            entries = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+            names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         except OSError:
             continue
-        for name in entries:
-            inner = folder / name
-            if name.startswith(".") or name in _PASSED_OVER or not inner.resolve().is_relative_to(root):
-                continue
-            waiting.append((inner, depth + 1))
+        waiting += [
+            (folder / name, depth + 1)
+            for name in names
+            if not name.startswith(".") and name not in _PASSED_OVER and stays_inside(folder / name, root)
+        ]
+
+
+def stays_inside(path: Path, root: Path) -> bool:
+    """Whether an entry of a folder below `root` is no link that leads out of it."""
+    return not path.is_symlink() or path.resolve().is_relative_to(root)
 
 
 def _written(folder: Path) -> float:
@@ -169,7 +174,7 @@ class WatchedRun:
 
     def __init__(self, folder: Path, name: str | None = None):
         self.folder = folder
-        self.name = name or folder.name
+        self.name = as_text(name or folder.name)
         self.state = RunState()
         self.surroundings = Surroundings()
         self.listener: Callable[[dict[str, Any]], None] | None = None
@@ -276,7 +281,7 @@ class WatchedRun:
         best = state.best_validation
         return {
             "run": self.name,
-            "folder": str(self.folder),
+            "folder": as_text(str(self.folder)),
             "status": self.status,
             "pid": around.pid,
             "method": _told(meta.get("method")),
@@ -376,6 +381,11 @@ def _mapping(values: Any, key: str) -> dict[str, Any]:
 
 def _whole(name: str, value: float | None) -> float | int | None:
     return int(value) if value is not None and name.endswith("_bytes") else value
+
+
+def as_text(name: str) -> str:
+    """A file's name that can be written anywhere: bytes that are no UTF-8 become question marks."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _told(value: Any) -> str | None:

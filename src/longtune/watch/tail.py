@@ -48,7 +48,12 @@ class Tail:
         identity, stamp = (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns)
         if identity == self._identity and stamp == self._stamp:
             return
-        with self.path.open("rb") as file:
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            # Gone in between, or not ours to read.
+            return
+        with file:
             if self._identity is not None and (identity != self._identity or not self._goes_on(file, found.st_size)):
                 self._forget()
                 restart()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import secrets
 import socket
@@ -26,7 +27,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 LARGEST_BODY = 4096
 LONGEST_TARGET = 4096
-COOKIE = "longtune-token"
 
 HEADERS = (
     (
@@ -64,6 +64,11 @@ class Policy:
             return cls(own | {_bare(host)})
         names = {_bare(host), socket.gethostname().lower(), socket.getfqdn().lower()}
         return cls(own | names, any_address=True, token=secrets.token_urlsafe(32))
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name; its own for each server, as browsers give one port's cookies to the others, too."""
+        return f"longtune-{hashlib.sha256((self.token or '').encode()).hexdigest()[:12]}"
 
     def knows(self, host: str) -> bool:
         """Whether a Host header names this machine."""
@@ -143,7 +148,7 @@ class Guard:
     def _admitted(self, scope: Scope, headers: dict[str, str]) -> bool:
         if self._policy.token is None:
             return True
-        given = _query(scope).get("token") or _cookie(headers.get("cookie", ""))
+        given = _query(scope).get("token") or _cookie(headers.get("cookie", ""), self._policy.cookie)
         return secrets.compare_digest(given.encode(), self._policy.token.encode())
 
     def _admission(self, scope: Scope) -> list[tuple[bytes, bytes]] | None:
@@ -155,7 +160,7 @@ class Guard:
         # "//host" at the start of a path would lead to another server.
         path = "/" + scope["path"].lstrip("/\\")
         target = urlsplit(path).path + (f"?{urlencode(query)}" if query else "")
-        cookie = f"{COOKIE}={self._policy.token}; Path=/; HttpOnly; SameSite=Strict"
+        cookie = f"{self._policy.cookie}={self._policy.token}; Path=/; HttpOnly; SameSite=Strict"
         return [(b"location", target.encode()), (b"set-cookie", cookie.encode())]
 
 
@@ -172,9 +177,9 @@ def _query(scope: Scope) -> dict[str, str]:
     return dict(parse_qsl(scope["query_string"].decode("latin-1")))
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, name: str) -> str:
     try:
-        morsel = SimpleCookie(header).get(COOKIE)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return morsel.value if morsel else ""

@@ -16,10 +16,19 @@ from typing import Any
 import yaml
 
 from longtune.watch.log import parse
-from longtune.watch.runs import DEEPEST, EVENTS, MOST_FOLDERS, WatchedRun, find_runs, holds_run
+from longtune.watch.runs import (
+    DEEPEST,
+    EVENTS,
+    MOST_FOLDERS,
+    WatchedRun,
+    as_text,
+    find_runs,
+    holds_run,
+    stays_inside,
+)
 from longtune.watch.screen import safe_lines
 
-LISTED = 3.0
+LISTED = 5.0
 """Seconds for which a listing of the folder is believed."""
 FRESH = 0.5
 """Seconds for which a run's state is believed."""
@@ -85,7 +94,7 @@ class Served:
             self._listing, self._configs = (0.0, {}), (0.0, {})
 
     def _name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix() if path != self.root else path.name
+        return as_text(path.relative_to(self.root).as_posix() if path != self.root else path.name)
 
     def run(self, name: str) -> WatchedRun:
         """A run's state, read on to the end of its events.
@@ -118,13 +127,14 @@ class Served:
     def _glance(self, name: str, folder: Path) -> dict[str, Any] | None:
         try:
             found = (folder / EVENTS).stat()
+            stamp = (found.st_size, found.st_mtime_ns)
+            before, watched = self._glances.get(name, (None, None))
+            if watched is None or before != stamp:
+                watched = _glanced(folder, name)
+                self._glances[name] = (stamp, watched)
         except OSError:
+            # Gone in between, or not ours to read.
             return None
-        stamp = (found.st_size, found.st_mtime_ns)
-        before, watched = self._glances.get(name, (None, None))
-        if watched is None or before != stamp:
-            watched = _glanced(folder, name)
-            self._glances[name] = (stamp, watched)
         watched.look_around()
         told = watched.facts()
         kept = ("run", "status", "method", "model", "step", "steps", "smoothed_loss", "validation", "alerts")
@@ -221,7 +231,7 @@ def _config_files(root: Path) -> list[Path]:
             continue
         for entry in entries:
             path = folder / entry.name
-            if entry.name.startswith(".") or not path.resolve().is_relative_to(root):
+            if entry.name.startswith(".") or not stays_inside(path, root):
                 continue
             if entry.is_file() and path.suffix in (".yaml", ".yml") and entry.stat().st_size <= _LARGEST_CONFIG:
                 found.append(path)
