@@ -1,9 +1,10 @@
-"""Exports from a base that mlx-lm quantised itself: merged into its numbers, or packed again; ranks by its widths."""
+"""Exports from bases that mlx-lm or bitsandbytes quantised: merged into their numbers or packed again; ranks by width."""
 
 import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from longtune.export import Request, export, mlx_check, verify
 from longtune.export.mlx_merged import with_rope_keys
@@ -13,7 +14,7 @@ from longtune.model.loading import load_model
 from longtune.model.packed.storage import bits_of, dequantise
 from longtune.model.rank_sources import find_figures, lora_ranks
 
-pytestmark = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx and mlx-lm")
+needs_mlx = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx and mlx-lm")
 
 TOKENS = torch.arange(6, 30)[None]
 SIX = {"model.layers.1.self_attn.v_proj"}
@@ -48,6 +49,7 @@ def close(found, expected, within=1e-5):
     torch.testing.assert_close(found, expected, rtol=within, atol=within * float(expected.abs().max().clamp(min=1)))
 
 
+@needs_mlx
 def test_ranks_follow_the_widths_of_a_real_mixed_checkpoint(packed):
     model = load(packed)
     figures = find_figures(model, packed, policy="by_bits")
@@ -63,6 +65,7 @@ def test_ranks_follow_the_widths_of_a_real_mixed_checkpoint(packed):
     assert all(found[name].shape[0] == 12 for name in SIX)
 
 
+@needs_mlx
 @pytest.mark.parametrize("to", ["peft", "mlx", "merged", "mlx-merged"])
 @pytest.mark.parametrize("kind", ["uneven", "rslora"])
 def test_exports_compute_what_the_packed_base_with_the_adapter_computes(packed, adapters, to, kind, tmp_path):
@@ -83,6 +86,7 @@ def test_exports_compute_what_the_packed_base_with_the_adapter_computes(packed, 
         close(found, truth(packed, adapters[kind]))
 
 
+@needs_mlx
 def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adapters, tmp_path):
     done = made(packed, adapters["uneven"], tmp_path / "out", to="mlx-merged", requantise=True)
     assert done.checked_by == "mlx-lm" and done.difference.passes and "packing the merged weights" in done.notes[0]
@@ -104,6 +108,27 @@ def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adap
     for name in PLAIN:
         exact = before[name].weight + updates[name].delta()
         assert torch.equal(after[name].weight, exact), name
+
+
+@pytest.mark.parametrize(("kind", "within"), [("nf4", 1e-5), ("int8", 3e-2)])
+def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, within, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    stored = tmp_path / "stored"
+    settings: dict = {"load_in_8bit": True}
+    if kind == "nf4":
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    made_small = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32, device_map="cpu"
+    )
+    made_small.save_pretrained(stored)
+    AutoTokenizer.from_pretrained(base).save_pretrained(stored)
+    done = made(stored, adapters["uneven"], tmp_path / "out", to="merged", dtype="fp32")
+    assert done.difference.largest <= within * done.difference.scale and bool(done.notes) == (kind == "int8")
+    merged, small = (dict(load(folder).named_modules()) for folder in (tmp_path / "out", stored))
+    for name, update in read_updates(adapters["uneven"]).by_name.items():
+        exact = dequantise(small[name], torch.float32) + update.delta()
+        torch.testing.assert_close(merged[name].weight, exact, rtol=1e-6, atol=1e-6)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_older_keys_of_rotary_embeddings_are_added_and_none_is_changed():

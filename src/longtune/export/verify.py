@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from longtune.export.combine import Named
 
+ROUNDED_INPUTS = 3e-2
+"""Tolerance of a merged model beside a base whose layers round their inputs to int8 (a tiny llama differs by 7e-3)."""
+
 PROMPT = "The three laws of thermodynamics, said in one sentence each, are: 1."
 """What both sides read, where the user names nothing else."""
 
