@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from longtune.errors import UserError
 from longtune.export import ExportFailed, Request, export, mlx_check, peft, verify
 from longtune.export.combine import combined, even, of_one_scale
-from longtune.model.adapter_files import Update, named_for, read_updates
+from longtune.model.adapter_files import Update, linear_sizes, named_for, read_updates
 from longtune.model.adapters import add_lora, init_adapter
 from longtune.model.loading import load_model
-from support import tiny_model
+from longtune.model.targets import choose_targets
+from support import ARCHITECTURES, tiny_model
 
 TOKENS = torch.arange(6, 30)[None]
 KINDS = ["even", "uneven", "rslora", "some"]
@@ -262,6 +263,29 @@ def test_llama_cpps_rows_are_those_of_a_real_converted_model(tmp_path):
         assert torch.equal(moved, here) == (theirs == "attn_v")
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "starcoder2"]
+)
+def test_every_family_of_llama_cpp_comes_back_through_transformers_reader(family, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from longtune.export import gguf_lora
+
+    assert set(gguf_lora.ARCHITECTURES) >= {family}
+    monkeypatch.setitem(ARCHITECTURES, family, ARCHITECTURES.get(family, {}))
+    model = tiny_model(family, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    updates = {}
+    for number, name in enumerate(choose_targets(model)):
+        (inner, outer), rank = linear_sizes(model.get_submodule(name)), 1 + number % 3
+        down, up = torch.randn(rank, inner, generator=generator), torch.randn(outer, rank, generator=generator)
+        updates[name] = Update(down, up, 0.3 * rank)
+    gguf_lora.write(tmp_path, model, updates, base="base")
+    found = gguf_lora.read(tmp_path / "adapter.gguf", model)
+    assert found.keys() == updates.keys()
+    for name, update in updates.items():
+        torch.testing.assert_close(found[name].delta(), update.delta(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_family_of_unknown_layout_is_refused_for_llama_cpp():
     from longtune.export.gguf_lora import check
 
@@ -310,6 +334,31 @@ def test_not_a_number_never_passes():
     assert verify.compare(logits, logits, logits, 1e-4).passes
     assert not verify.compare(logits, logits, logits * float("nan"), 1e-4).passes
     assert not verify.compare(logits, logits, logits[:, :4], 1e-4).passes
+
+
+def test_one_module_of_rank_one_is_an_adapter(base, tmp_path):
+    (tmp_path / "one").mkdir()
+    name = "model.layers.1.mlp.up_proj"
+    peft.write(
+        tmp_path / "one",
+        {name: Update(torch.ones(1, 32), torch.ones(48, 1), 0.5)},
+        targets=[name],
+        base="",
+        rslora=True,
+    )
+    for to in ("peft", "merged", "mlx", "gguf-lora"):
+        done = made(
+            base, tmp_path / "one", tmp_path / "deep" / "er" / to, to=to, dtype=None if to != "merged" else "fp32"
+        )
+        assert done.difference.passes and done.difference.effect > 1e-3
+
+
+def test_a_place_that_can_not_be_made_is_named(base, adapters, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="can't be made"):
+        made(base, adapters["some"], tmp_path / "file" / "out")
+    with pytest.raises(UserError, match="names no folder"):
+        made(base, adapters["some"], tmp_path.__class__("."))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exports from bases that mlx-lm or bitsandbytes quantised: merged into their numbers or packed again; ranks by width."""
+"""Exports from bases that mlx-lm or bitsandbytes quantised: merged into their numbers or packed again; ranks too."""
 
 import json
 
