@@ -280,3 +280,14 @@ def test_columns_of_other_names_are_mapped(model, data, tmp_path):
     assert json.loads(result.stdout)["step"] == 1
     assert load_config(tmp_path / "run").columns == {"question": "prompt", "answer": "completion"}
     assert "--map" in call("train", *arguments, "question", code=2).stderr
+
+
+def test_a_run_outlives_the_reader_of_its_output(make_config, tmp_path):
+    config = make_config("piped", steps=2, eval_every=0, save_every=0)
+    command = [sys.executable, "-c", "from longtune.cli import main; main()", "train", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        _, said = running.communicate()
+    assert running.returncode == 0, said
+    assert read_events(tmp_path / "piped")[-1]["event"] == "done"

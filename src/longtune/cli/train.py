@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,14 +51,12 @@ def _train(
         raise UserError(Problem("train", "neither a config nor data is named", "longtune train --data rows.jsonl"))
     config = load_config(path, [*as_overrides(named), *column_overrides(columns), *overrides])
 
-    from rich.console import Console
-
     from longtune.train import RunFailed
     from longtune.train import train as train_run
     from longtune.watch import ProgressLine
 
     # Made here, after --json has turned stdout into stderr.
-    console = Console(file=sys.stdout, highlight=False)
+    console = _lasting_console()
     console.print(f"loading {config.model} and {config.data}", soft_wrap=True, markup=False)
     try:
         with ProgressLine(console) as progress:
@@ -73,3 +72,17 @@ def _train(
         "reason": done.reason,
         "exit_code": stop_code(done.reason),
     }
+
+
+def _lasting_console() -> Any:
+    """A console on stdout whose reader may go (`| head`, a closed `tee`): a run of hours does not end for that."""
+    from rich.console import Console
+
+    class Lasting(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.file.fileno())
+            os.close(null)
+
+    return Lasting(file=sys.stdout, highlight=False)
