@@ -26,7 +26,7 @@ from common import machine, preference_tree
 from longtune.attention.kernels import CudaFlash, Cudnn, Reference
 from longtune.attention.path import PathAttention, Score
 from longtune.attention.store import KVStore
-from longtune.attention.triton_path import Blocks, Sizes, TritonPath, sizes
+from longtune.attention.triton_path import Blocks, Sizes, TritonPath
 from longtune.attention.varlen import VarlenFlash
 from longtune.tree import Chunk, Forest, Tree
 
@@ -254,23 +254,33 @@ def race(repeats: int, only: list[str] | None, save: Callable[[list[dict[str, ob
 
 
 CANDIDATES = {
-    "forward": [Blocks(128, 128, 8, 2), Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
-    "dq": [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(128, 128, 8, 1)],
-    "dkv": [Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 3), Blocks(32, 64, 4, 3)],
+    128: {
+        "forward": [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
+        "dq": [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3)],
+        "dkv": [Blocks(64, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 3)],
+    },
+    256: {
+        "forward": [Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3)],
+        "dq": [Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 1), Blocks(64, 32, 4, 2)],
+        "dkv": [Blocks(32, 64, 8, 2), Blocks(16, 64, 8, 2), Blocks(32, 64, 8, 1)],
+    },
 }
+"""Per head width and kernel; the first ones are tried with the other kernels' first ones."""
 
 
 def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]], None]) -> None:
-    """Each kernel's candidates while the other two keep their sizes."""
+    """Each kernel's candidates while the other two keep their first ones."""
     rows: list[dict[str, object]] = []
     for case in cases():
         if case.name not in names:
             continue
-        usual = sizes(case.shape[2], case.shape[3], DTYPE)
-        for kernel, candidates in CANDIDATES.items():
-            for blocks in candidates:
-                forced = Sizes(**{**{k: getattr(usual, k) for k in CANDIDATES}, kernel: blocks})
-                attention = PathAttention(Reference(), Reference(), paths=[TritonPath(always=True, forced=forced)])
+        candidates = CANDIDATES[case.shape[2]]
+        first = {kernel: tried[0] for kernel, tried in candidates.items()}
+        for kernel, tried in candidates.items():
+            for blocks in tried if kernel == "forward" else tried[1:]:
+                attention = PathAttention(
+                    Reference(), Reference(), paths=[TritonPath(always=True, forced=Sizes(**{**first, kernel: blocks}))]
+                )
                 entry: dict[str, object] = {"case": case.name, "kernel": kernel, "blocks": str(blocks)}
                 try:
                     entry.update(timed(case, attention, repeats))
@@ -279,6 +289,9 @@ def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]
                 rows.append(entry)
                 print(json.dumps(entry), flush=True)
                 save(rows)
+    for row in rows:
+        times = "{:>8.2f} {:>8.2f}".format(*(row.get(k, math.nan) for k in ("forward_ms", "backward_ms")))
+        print(f"{row['case']:<28}{row['kernel']:<8} {times}  {row['blocks']} {row.get('failed', '')}")
 
 
 def main() -> None:
@@ -295,7 +308,8 @@ def main() -> None:
                 json.dump({"machine": machine(), "rows": rows}, file, indent=1)
 
     if args.tune is not None:
-        tune(args.tune or ["path 32K", "softcap, window, width 256"], args.repeats, save)
+        usual = ["path 32K", "window 4096 of 32K", "softcap, window, width 256", "pairs 400 + 2 x 150"]
+        tune(args.tune or usual, args.repeats, save)
     else:
         race(args.repeats, args.only, save)
 

@@ -29,6 +29,14 @@ class StopLayer(Exception):
 
 
 @dataclass(slots=True)
+class Reached:
+    """An attention call: how it scores; output and log-sum-exp behind it, or queries, keys and values before it."""
+
+    score: Score
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
 class Cell:
     """One (layer, chunk) in work.
 
@@ -40,6 +48,9 @@ class Cell:
         stop: leave the layer once its keys and values are written.
         kept: attention output [1, H, C, E] and log-sum-exp [1, H, C] of an earlier run, used instead of computing them.
         keep: called with output and log-sum-exp when they are computed.
+        cut: let the layer go on from the attention's output as a leaf of its own, noted in `reached`; with `stop`, note
+            the queries, keys and values (with their graph) there and leave.
+        reached: what the attention call met, where the cell is cut.
     """
 
     layer: int
@@ -49,6 +60,8 @@ class Cell:
     stop: bool = False
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    cut: bool = False
+    reached: Reached | None = None
 
 
 class _PathAttentionFunction(torch.autograd.Function):
@@ -56,7 +69,9 @@ class _PathAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, attention: PathAttention, cell: Cell, score: Score):
         out, lse = cell.kept or attention.forward(q, cell.store, cell.chunk, score)
         ctx.save_for_backward(q, out, lse)
-        ctx.attention, ctx.store, ctx.chunk, ctx.score = attention, cell.store, cell.chunk, score
+        # Not the cell itself: it holds what was kept, and callbacks into the walk.
+        ctx.attention, ctx.score = attention, score
+        ctx.cell = Cell(cell.layer, cell.chunk, cell.store, cell.writes)
         ctx.own = None if k is None else (k.dtype, v.dtype)
         if cell.keep is not None:
             cell.keep(out, lse)
@@ -66,11 +81,24 @@ class _PathAttentionFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, out, lse = ctx.saved_tensors
-        dq = ctx.attention.backward(dout, q, out, lse, ctx.store, ctx.chunk, ctx.score)
-        if ctx.own is None:
+        dq, dk, dv = backward_through(ctx.attention, ctx.cell, ctx.score, dout, q, out, lse)
+        if dk is None or dv is None:
             return dq, None, None, None, None, None
-        dk, dv = ctx.store.gradients(ctx.chunk)
         return dq, dk.to(ctx.own[0]), dv.to(ctx.own[1]), None, None, None
+
+
+def backward_through(
+    attention: PathAttention,
+    cell: Cell,
+    score: Score,
+    dout_BHCE: torch.Tensor,
+    q_BHCD: torch.Tensor,
+    out_BHCE: torch.Tensor,
+    lse_BHC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """dQ and, of a layer with keys and values of its own, the accumulated dK and dV of its chunk."""
+    dq = attention.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, cell.store, cell.chunk, score)
+    return (dq, *cell.store.gradients(cell.chunk)) if cell.writes else (dq, None, None)
 
 
 Probe = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any, Score], torch.Tensor]
@@ -157,7 +185,15 @@ class AttentionPort:
         if cell.writes:
             cell.store.write(cell.chunk, key, value)
         if cell.stop:
+            if cell.cut:
+                cell.reached = Reached(score, (query, key, value))
             raise StopLayer
+        if cell.cut:
+            with torch.no_grad():
+                out, lse = cell.kept or self.attention.forward(query, cell.store, cell.chunk, score)
+            leaf = out.detach().requires_grad_()
+            cell.reached = Reached(score, (leaf, lse))
+            return leaf.transpose(1, 2).contiguous(), None
         own = (key, value) if cell.writes else (None, None)
         out = _PathAttentionFunction.apply(query, *own, self.attention, cell, score)
         # Contiguous as in transformers' own attention: some models take a view of it.

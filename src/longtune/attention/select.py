@@ -55,15 +55,17 @@ def path_attention(device: torch.device, dtype: torch.dtype, name: str | None = 
 
 
 def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tuple[PathKernel, str]]:
-    """The kernels that compute some chunks as a whole, beside the block kernel of a name, each with what it is for."""
+    """The kernels that compute some chunks as a whole, beside the block kernel of a name, each with what it is for, in
+    the order in which they are asked."""
+    if name == "triton":
+        return [(TritonPath(always=True), "every chunk")]
+    if device.type != "cuda" or name not in ("cuda-flash", "cudnn"):
+        return []
     found: list[tuple[PathKernel, str]] = []
-    if name in ("cuda-flash", "cudnn"):
-        found.append((VarlenFlash(), "short rows and sliding windows in one launch of FlashAttention-2"))
-    triton = importlib.util.find_spec("triton") is not None
-    if name == "triton" or (device.type == "cuda" and triton and dtype in HALF and name in ("cuda-flash", "cudnn")):
-        everything = name == "triton"
-        found.append((TritonPath(always=everything), "everything" if everything else "softcap, in triton"))
+    if importlib.util.find_spec("triton") is not None:
+        # Where cuDNN doesn't apply, Triton's tiles are faster than FlashAttention-2 on compute capability 9.
+        grain = Cudnn().grain if name == "cudnn" else None
+        use = "softcap and packed short rows" + (f", and lengths that are no multiple of {grain}" if grain else "")
+        found.append((TritonPath(grain=grain), use))
+    found.append((VarlenFlash(), "sliding windows" + ("" if found else " and packed short rows")))
     return found
-
-
-HALF = (torch.bfloat16, torch.float16)

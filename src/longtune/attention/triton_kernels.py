@@ -108,16 +108,17 @@ def _forward_blocks(
 
 @triton.jit
 def _edges(first, last, key_position, length, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a range of keys, for queries at positions first..last: begin and end of what some query sees, and the end of
-    the whole blocks that every query sees (none under a window), counted in keys from the start of the range."""
+    """Of a range of keys, for queries at positions first..last: begin and end of what some query sees, and of the whole
+    blocks in between that every query sees entirely; all counted in keys from the start of the range."""
     end = tl.minimum(length, last + 1 - key_position)
+    whole_to = tl.maximum(0, tl.minimum(length, first + 1 - key_position)) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         begin = tl.maximum(0, first - window + 1 - key_position) // BLOCK_N * BLOCK_N
-        whole = begin
+        whole_from = (tl.maximum(0, last - window + 1 - key_position) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     else:
         begin = 0
-        whole = tl.maximum(0, tl.minimum(length, first + 1 - key_position)) // BLOCK_N * BLOCK_N
-    return begin, whole, end
+        whole_from = 0
+    return begin, whole_from, tl.maximum(whole_to, whole_from), end
 
 
 @triton.jit
@@ -183,16 +184,23 @@ def forward_kernel(
         key_position = tl.load(range_ptr + index * 3 + 2)
         k_ptrs = k_ptr + column * stride_kt + key_head * stride_kh + at_d[:, None]
         v_ptrs = v_ptr + column * stride_vt + key_head * stride_vh + at_e[None, :]
-        begin, whole, end = _edges(position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N)
-        if not HAS_WINDOW:
+        begin, whole_from, whole_to, end = _edges(
+            position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
+        )
+        if HAS_WINDOW:
             acc, total, highest = _forward_blocks(
                 acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-                begin, whole, length, window, scale, softcap, width, value_width,
-                False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+                begin, tl.minimum(whole_from, end), length, window, scale, softcap, width, value_width,
+                True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
             )  # fmt: skip
         acc, total, highest = _forward_blocks(
             acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole, end, length, window, scale, softcap, width, value_width,
+            whole_from, whole_to, length, window, scale, softcap, width, value_width,
+            False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        )  # fmt: skip
+        acc, total, highest = _forward_blocks(
+            acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
+            whole_to, end, length, window, scale, softcap, width, value_width,
             True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     # Rows beyond the tile may have seen nothing.
@@ -373,16 +381,23 @@ def dq_kernel(
         key_position = tl.load(range_ptr + index * 3 + 2)
         k_ptrs = k_ptr + column * stride_kt + key_head * stride_kh + at_d[:, None]
         v_ptrs = v_ptr + column * stride_vt + key_head * stride_vh + at_e[:, None]
-        begin, whole, end = _edges(position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N)
-        if not HAS_WINDOW:
+        begin, whole_from, whole_to, end = _edges(
+            position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
+        )
+        if HAS_WINDOW:
             dq = _dq_blocks(
                 dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-                begin, whole, length, window, scale, softcap, width, value_width,
-                False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+                begin, tl.minimum(whole_from, end), length, window, scale, softcap, width, value_width,
+                True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
             )  # fmt: skip
         dq = _dq_blocks(
             dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole, end, length, window, scale, softcap, width, value_width,
+            whole_from, whole_to, length, window, scale, softcap, width, value_width,
+            False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        )  # fmt: skip
+        dq = _dq_blocks(
+            dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
+            whole_to, end, length, window, scale, softcap, width, value_width,
             True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
         )  # fmt: skip
     tl.store(

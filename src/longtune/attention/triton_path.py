@@ -1,8 +1,9 @@
 """Attention of a whole chunk over its tree paths by Triton: softcap, windows, any widths, any number of spans.
 
-What torch's own kernels cannot do, or only with masks or a loop over spans, in three launches: forward; dQ; dK with dV
-straight into the store's accumulators. No keys are gathered or repeated: the kernels (`triton_kernels.py`) read
-the KV store through tables of tiles that are made once for a chunk. The results are the same bits every time.
+What torch's own kernels cannot do, or only with masks, copies or a loop over spans: one launch forward, and backward
+dQ, and dK with dV straight into the store's accumulators. No keys are gathered or repeated: the kernels
+(`triton_kernels.py`) read the KV store through tables of tiles that are made once for a chunk. The results are the same
+bits every time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from longtune.attention.path import Memo, Score, cut, join
 from longtune.attention.store import KVStore
+from longtune.attention.varlen import FEW_SPANS
 from longtune.tree import Chunk, Span
 
 
@@ -38,8 +40,9 @@ class Sizes:
     dkv: Blocks
 
 
-def sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
-    """Tile sizes for head widths; chosen by measurement on an H200 (docs/kernels.md)."""
+def sizes(width: int, value_width: int, dtype: torch.dtype, cut: bool) -> Sizes:
+    """Tile sizes for head widths, with or without a window that cuts; chosen by measurement on an H200
+    (docs/kernels.md)."""
     widest = max(width, value_width)
     if dtype == torch.float32:
         small = Blocks(32, 32, 4, 1) if widest > 64 else Blocks(64, 32, 4, 1)
@@ -47,8 +50,9 @@ def sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
     if widest <= 64:
         return Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3))
     if widest <= 128:
-        return Sizes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2))
-    return Sizes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1))
+        forward = Blocks(128, 64, 8, 3) if cut else Blocks(128, 128, 8, 2)
+        return Sizes(forward, Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2))
+    return Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +145,15 @@ class TritonPath:
 
     Args:
         always: take every chunk, not only those that other kernels can't (tests, benchmarks).
+        grain: take chunks with a span whose length is no multiple of this too.
         forced: tile sizes instead of the measured ones.
     """
 
     name = "triton"
 
-    def __init__(self, always: bool = False, forced: Sizes | None = None):
+    def __init__(self, always: bool = False, grain: int | None = None, forced: Sizes | None = None):
         self._always = always
+        self._grain = grain
         self._forced = forced
         self._memos: dict[tuple[int, int], Memo[Tables]] = {}
 
@@ -156,10 +162,16 @@ class TritonPath:
         k, v = store.keys_and_values
         if max(k.shape[3], v.shape[3]) > 256 or max(k.numel(), v.numel(), q_BHCD.numel()) >= 2**31:
             return False
-        return self._always or score.softcap is not None or any(score.cuts(span) for span in chunk.spans)
+        if self._always or score.softcap is not None:
+            return True
+        if _cuts(chunk, score):
+            return v.shape[3] != k.shape[3] or k.shape[3] % 8 != 0
+        if len(chunk.spans) > FEW_SPANS:
+            return True
+        return self._grain is not None and any((span.end - span.start) % self._grain for span in chunk.spans)
 
-    def _sizes(self, q: torch.Tensor, v: torch.Tensor) -> Sizes:
-        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype)
+    def _sizes(self, q: torch.Tensor, v: torch.Tensor, chunk: Chunk, score: Score) -> Sizes:
+        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, _cuts(chunk, score))
 
     def _tables(self, chunk: Chunk, score: Score, device: torch.device, queries: int, keys: int) -> Tables:
         key = (queries, keys)
@@ -177,7 +189,7 @@ class TritonPath:
             window=score.window or 0,
             scale=score.scale,
             softcap=score.softcap or 1.0,
-            HAS_WINDOW=any(score.cuts(span) for span in chunk.spans),
+            HAS_WINDOW=_cuts(chunk, score),
             HAS_SOFTCAP=score.softcap is not None,
             PADDED_D=block_d != width,
             PADDED_E=block_e != value_width,
@@ -199,7 +211,7 @@ class TritonPath:
         k, v = store.keys_and_values
         q = _dense(q_BHCD)
         H, C = q.shape[1:3]
-        blocks = self._sizes(q, v)
+        blocks = self._sizes(q, v, chunk, score)
         tables = self._tables(chunk, score, q.device, blocks.forward.queries, blocks.dkv.keys)
         # Token-major, as transformers wants it next.
         out = torch.empty(1, C, H, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -239,7 +251,7 @@ class TritonPath:
         dk, dv = store.accumulators
         q, dout, out, lse = (_dense(x) for x in (q_BHCD, dout_BHCE, out_BHCE, lse_BHC))
         H, C = q.shape[1:3]
-        blocks = self._sizes(q, v)
+        blocks = self._sizes(q, v, chunk, score)
         delta = torch.empty_like(lse)
         options = self._options(q, v, score, chunk, blocks.dq)
         narrow: dict[str, Any] = {"value_width": options["value_width"], "BLOCK_E": options["BLOCK_E"], "BLOCK_M": 64}
@@ -296,6 +308,11 @@ class TritonPath:
             **self._options(q, v, score, chunk, blocks.dkv),
         )
         return dq
+
+
+def _cuts(chunk: Chunk, score: Score) -> bool:
+    """Whether the window hides a token of its path from some query of the chunk."""
+    return any(score.cuts(span) for span in chunk.spans)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
