@@ -97,13 +97,17 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         until = time.monotonic() + PATIENCE
-        while True:
+        result: Any = None
+        while result is None:
+            # All of a block, as events may stand behind the answer.
             for answer in self._messages(until):
-                if answer.get("id") == number:
-                    if "error" in answer:
-                        raise RuntimeError(f"{method}: {answer['error']}")
-                    return answer["result"]
-                self._event(answer)
+                if answer.get("id") != number:
+                    self._event(answer)
+                elif "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                else:
+                    result = answer["result"]
+        return result
 
     def _messages(self, until: float):
         if not select.select([self._read], [], [], max(0.0, until - time.monotonic()))[0]:
