@@ -145,7 +145,7 @@ class Attached:
         os.close(side)
         self.seen = ""
 
-    def until(self, wanted, seconds=30.0):
+    def until(self, wanted, seconds=60.0):
         end = time.monotonic() + seconds
         while wanted not in self.seen:
             assert time.monotonic() < end, f"never seen: {wanted!r} in {self.seen[-2000:]!r}"

@@ -41,7 +41,7 @@ print("left", flush=True)
 """
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "it never came true"
