@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from longtune.export import Request, export, mlx_check, verify
-from longtune.export.mlx_merged import with_rope_keys
 from longtune.model.adapter_files import named_for, read_updates
 from longtune.model.adapters import add_lora
 from longtune.model.loading import load_model
 from longtune.model.packed.storage import bits_of, dequantise
+from longtune.model.packed.writer import with_rope_keys
 from longtune.model.rank_sources import find_figures, lora_ranks
 
 needs_mlx = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx and mlx-lm")

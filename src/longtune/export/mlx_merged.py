@@ -37,8 +37,7 @@ from longtune.model.packed.checkpoint import (
 from longtune.model.packed.modules import PackedLinear, PackedWeight
 from longtune.model.packed.quantiser import Quantised, quantise
 from longtune.model.packed.storage import dequantise
-
-SHARD_BYTES = 5 * 10**9
+from longtune.model.packed.writer import ShardWriter, with_rope_keys
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _PARTS = ("scales", "biases", "global_scale")
@@ -80,27 +79,10 @@ def write(folder: Path, loaded: Loaded, updates: Named, *, dtype: torch.dtype, r
     (folder / "config.json").write_text(json.dumps(with_rope_keys(config), indent=2) + "\n")
 
 
-def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with its rotary embedding under the older keys, too.
-
-    transformers 5 writes `rope_parameters`; mlx-lm reads `rope_theta` and `rope_scaling`, and silently takes a theta of
-    10,000 where they are missing.
-    """
-    found = dict(config)
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        found.setdefault("rope_theta", rope["rope_theta"])
-        if rope.get("rope_type", "default") != "default":
-            found.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
-    if isinstance(config.get("text_config"), dict):
-        found["text_config"] = with_rope_keys(config["text_config"])
-    return found
-
-
 def _write_from_mlx(folder: Path, base: Path, updates: Named, dtype: torch.dtype, requantise: bool) -> None:
     config = read_config(base)
     quantisation = quantisation_of(config) or {}
-    writer = _Writer(folder)
+    writer = ShardWriter(folder)
     with Shards(base) as shards:
         prefix = _prefix(shards)
         for name in shards:
@@ -211,40 +193,3 @@ def _bits(path: str, quantisation: dict[str, Any]) -> int:
 def _prefix(shards: Shards) -> str:
     """What the names of an image model's text model begin with."""
     return "language_model." if any(name.startswith("language_model.") for name in shards) else ""
-
-
-class _Writer:
-    """Tensors into files of bounded size, with the index that names each tensor's file."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.held: dict[str, torch.Tensor] = {}
-        self.size = 0
-        self.files: list[tuple[Path, list[str]]] = []
-        self.total = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.itemsize
-        if self.held and self.size + size > SHARD_BYTES:
-            self._flush()
-        self.held[name] = tensor.contiguous()
-        self.size += size
-        self.total += size
-
-    def _flush(self) -> None:
-        file = self.folder / f".part-{len(self.files)}"
-        save_file(self.held, file, metadata={"format": "mlx"})
-        self.files.append((file, list(self.held)))
-        self.held, self.size = {}, 0
-
-    def close(self) -> None:
-        self._flush()
-        count = len(self.files)
-        where: dict[str, str] = {}
-        for number, (file, names) in enumerate(self.files, 1):
-            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            file.rename(self.folder / name)
-            where |= dict.fromkeys(names, name)
-        if count > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
