@@ -1,11 +1,14 @@
 """The Triton kernel that dequantises packed rows; `formats.dequantise_reference` is its reference.
 
-A program makes a tile of BLOCK_R rows x BLOCK_C columns. A code's place in the row's bit stream is computed, not
-iterated, so every width takes the same path; one that straddles two words reads both. Multiply-add fusion is off: it
-would round once where the format rounds twice.
+A program makes a tile of BLOCK_R rows x BLOCK_C columns. `_dequantise_words` unpacks whole words, where none straddles
+a number or a group. In `_dequantise` a code's place in the row's bit stream is computed, not iterated, so every other
+width takes the same path; one that straddles two words reads both. Multiply-add fusion is off: it would round once
+where the format rounds twice.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -69,6 +72,58 @@ def _dequantise(
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _dequantise_words(
+    words,
+    scales,
+    biases,
+    global_scale,
+    values,
+    steps,
+    out,
+    rows,
+    columns,
+    row_words,
+    row_groups,
+    group_size,
+    out_stride,
+    global_stride,
+    BITS: tl.constexpr,
+    TABLES: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    RANGE: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """As `_dequantise`, where a word holds whole numbers of one group: each word, scale and bias is read once."""
+    EACH: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BLOCK_C // EACH
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
+    mask = (row < rows) & (word < row_words)
+    packed = tl.load(words + row * row_words + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    shift = (tl.arange(0, EACH) * BITS).to(tl.uint32)[None, None, :]
+    code = ((packed[:, :, None] >> shift) & MASK).to(tl.int32)
+    group = row * row_groups + word * EACH // group_size
+    scale = tl.load(scales + group, mask=mask, other=0)
+    if TABLES:
+        scale = tl.load(steps + scale.to(tl.int32), mask=mask, other=0.0)
+        if HAS_GLOBAL:
+            scale = scale * tl.div_rn(tl.load(global_scale + row * global_stride, mask=row < rows, other=1.0), RANGE)
+        value = tl.load(values + code)
+    else:
+        scale = scale.to(tl.float32)
+        value = code.to(tl.float32)
+    result = value * scale[:, :, None]
+    if HAS_BIAS:
+        result = result + tl.load(biases + group, mask=mask, other=0).to(tl.float32)[:, :, None]
+    column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    flat = tl.reshape(result.to(out.dtype.element_ty), [BLOCK_R, BLOCK_C])
+    tl.store(out + row * out_stride + column, flat, mask=(row < rows) & (column < columns))
+
+
 def dequantise_triton(
     format: Format,
     words: torch.Tensor,
@@ -89,10 +144,13 @@ def dequantise_triton(
     biases = None if biases is None else biases.contiguous()
     if global_scale is not None:
         global_scale = global_scale.float().contiguous()
-    tall, wide = 4, 512
+    each = 32 // format.bits
+    whole = 32 % format.bits == 0 and format.group_size % each == 0
+    tall, wide = (4, max(512, each)) if whole else (4, 512)
     grid = (triton.cdiv(rows, tall), triton.cdiv(columns, wide))
     nothing = out  # A pointer for what the mode doesn't have: it is never read.
-    _dequantise[grid](
+    kernel: Any = _dequantise_words if whole else _dequantise
+    kernel[grid](
         words,
         scales,
         nothing if biases is None else biases,
@@ -108,7 +166,6 @@ def dequantise_triton(
         out.stride(0),
         1 if global_scale is not None and global_scale.numel() > 1 else 0,
         BITS=format.bits,
-        STRADDLES=32 % format.bits != 0,
         TABLES=format.mode != "affine",
         HAS_GLOBAL=global_scale is not None,
         HAS_BIAS=biases is not None,
@@ -116,6 +173,7 @@ def dequantise_triton(
         BLOCK_C=wide,
         RANGE=NVFP4_RANGE,
         MASK=(1 << format.bits) - 1,
-        enable_fp_fusion=False,  # pyright: ignore[reportCallIssue]
+        enable_fp_fusion=False,
+        **({} if whole else {"STRADDLES": 32 % format.bits != 0}),
     )
     return out
