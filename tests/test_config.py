@@ -147,3 +147,24 @@ def test_a_bare_off_is_no_boolean(designed):
     assert config.prompt_sharing == "off"
     designed.write_text(config.to_yaml())
     assert load_config(designed) == config
+
+
+def test_one_tracker_counts_as_a_list_of_it_and_each_is_named_once():
+    assert load_config(None, ["data=a", "track=tensorboard"]).track == ("tensorboard",)
+    assert load_config(None, ["data=a", "track=[wandb, mlflow]"]).track == ("wandb", "mlflow")
+    for value, said in (("[wandb, wandb]", "named twice"), ("comet", "must be 'tensorboard', 'trackio'")):
+        with pytest.raises(UserError, match=said):
+            load_config(None, ["data=a", f"track={value}"])
+
+
+@pytest.mark.parametrize("value", ["-1", "true", "[]", "1.5"])
+def test_prompts_are_a_number_a_list_or_a_file(value):
+    with pytest.raises(UserError, match=r"samples\.prompts"):
+        load_config(None, ["data=a", f"samples.prompts={value}"])
+
+
+def test_a_file_of_prompts_is_found_again_from_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("a\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["data=a", "samples.prompts=prompts.txt"]).anchored()
+    assert config.samples.prompts == str(tmp_path / "prompts.txt")

@@ -57,6 +57,11 @@ def _seconds(value: object) -> object:
     return sum(float(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
 
 
+def _listed(value: object) -> object:
+    """One name counts as a list of it."""
+    return (value,) if isinstance(value, str) else value
+
+
 def _prompts_kind(value: object) -> str:
     return "file" if isinstance(value, str) else "count" if isinstance(value, int) else "list"
 
@@ -264,7 +269,7 @@ class RunConfig(_Section):
     """The optimiser's walk over the data."""
     samples: SamplesConfig = SamplesConfig()
     """Answers to a few prompts, generated as training goes."""
-    track: tuple[Tracker, ...] = ()
+    track: Annotated[tuple[Tracker, ...], BeforeValidator(_listed)] = ()
     """Trackers that get the run's events: any of [tensorboard, trackio, wandb, mlflow]."""
     memory: Annotated[
         Annotated[str, Field(pattern=r"^(auto|\d+(\.\d+)?\s*[KMGT]i?B)$"), Tag("size")]

@@ -282,7 +282,6 @@ class Loop:
         self.last_checkpoint, self.saved_step = saved, self.progress.step
         seconds = round(time.perf_counter() - start, 3)
         self.events.emit("checkpoint", step=self.progress.step, path=str(self.last_checkpoint), seconds=seconds)
-        self.events.sync()
 
     def _not_saved(self, error: OSError, leaving: bool) -> None:
         step, why = self.progress.step, error.strerror or str(error)

@@ -386,6 +386,7 @@ class _ActiveRun:
 
     def _metrics(self, status: str) -> dict[str, Any]:
         progress, loop = self.loop.progress, self.loop
+        loop.count_time()
         return {
             "status": status,
             "step": progress.step,

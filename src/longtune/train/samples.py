@@ -86,6 +86,9 @@ class Samples:
                     batch_size=_BATCH,
                     template_kwargs=self._template,
                 )
+        if device.type == "cuda":
+            # Blocks of other shapes than a step's, which a tight plan has no room for.
+            torch.cuda.empty_cache()
         items = [_item(asked, answer) for asked, answer in zip(self.asked, answers, strict=True)]
         return {"items": items, "seconds": round(time.perf_counter() - start, 3)}
 
