@@ -1,9 +1,9 @@
 """Predicted beside measured memory and time on a GPU, and a sweep of budgets in which no plan may run out.
 
-Random bf16 weights at real shapes, LoRA r=16 on every linear of the layers, one sequence. Measured: the allocator's peak
-over two steps (`max_memory_allocated`) and the seconds of the second. Predicted: the planner's, with rates measured on
-the card, and with those it knows of an H200. In the sweep every plan that is said to fit a budget runs for a step
-with the allocator capped to it (less the CUDA context).
+Random bf16 weights at real shapes, LoRA r=16 on every linear of the layers, one sequence. Measured: the allocator's
+peak over two steps (`max_memory_allocated`) and the seconds of the second. Predicted: the planner's, with rates
+measured on the card, and with those it knows of an H200. In the sweep every plan that is said to fit a budget runs for
+a step with the allocator capped to it (less the CUDA context).
 
     python bench/planner_h200.py --out planner.json
 """

@@ -234,10 +234,24 @@ def _extrapolated(
     found: dict[tuple[int, int], _Places], counts: list[int], depths: list[int], count: int, layers: int
 ) -> dict[Any, Bytes]:
     common = set.intersection(*(set(places.bytes) for places in found.values()))
-    return {
+    whole = {
         place: _bilinear({k: p.bytes[place] for k, p in found.items()}, counts, depths, count, layers)
         for place in common
     }
+    # Layers that are neither first nor last are in the deeper stack alone. They grow as the last one does, or the first:
+    # boundaries are most near the end of the stack, gradients near its beginning.
+    n, depth = counts[-1], depths[-1]
+    shown = found[n, depth].bytes
+    for place, size in shown.items():
+        if place in common:
+            continue
+        ends = [
+            tuple(end if part == "between" and i in (2, 3) else part for i, part in enumerate(place)) for end in (0, -1)
+        ]
+        grown = [{name: whole[end][name] - shown[end][name] for name in size} for end in ends if end in whole]
+        if grown:
+            whole[place] = {name: max(0, size[name] + max(g[name] for g in grown)) for name in size}
+    return whole
 
 
 def _bilinear(

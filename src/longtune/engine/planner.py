@@ -25,7 +25,7 @@ from longtune.tree import Forest
 CONTEXT = 600_000_000
 """Bytes that a CUDA context takes outside the allocator."""
 
-LADDER = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024, 512, 256)
+LADDER = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
 """Chunks that are tried, besides the whole row."""
 
 HEAD_CHUNK = 1024
@@ -33,8 +33,8 @@ KEYS = ("chunk_tokens", "layers_per_segment", "boundary_store", "head_chunk", "k
 """The keys of a plan."""
 
 _SLACK = {"cuda": 0.05, "cpu": 0.22}
-"""Share of what moves that an allocator holds beyond what is asked of it. The C library's on a CPU keeps much of what is
-freed below 32 MB, and the peak of a process counts it (measured by bench/planner_cpu.py)."""
+"""Share of what moves that an allocator holds beyond what is asked of it. On a CPU the C library keeps much of what is
+freed, and the peak of a process counts it (measured by bench/planner_cpu.py)."""
 
 _SCRATCH = {"cuda": 72 << 20, "cpu": 24 << 20}
 """Workspaces of matrix libraries."""
@@ -323,7 +323,7 @@ class Planner:
                 continue  # The host takes less of the device.
             # Below some thousand tokens a chunk takes little beside keys, values and weights, and is slow to trace.
             chunks = [p.chunk_tokens for p in ladder if p.chunk_tokens]
-            small = min((c for c in chunks if c >= tokens / 32 and c >= 1024), default=plan.chunk_tokens)
+            small = min((c for c in chunks if c >= 2048), default=plan.chunk_tokens)
             plans.append(replace(plan, chunk_tokens=small))
         # One walk serves host and disk; longer segments take longer and more of the device.
         return sorted(plans, key=lambda plan: plan.layers_per_segment or 0)
