@@ -1,0 +1,220 @@
+"""Traces and forecasts: bytes of a ghost are those of the real walk, and long rows are extrapolated rightly."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longtune.engine import Engine, Plan
+from longtune.engine.forecast import Forecaster, Row
+from longtune.engine.trace import CLASSES, Ghost, Meter, ghost_of, stored_bytes
+from longtune.model.adapters import add_lora
+from longtune.objective import get
+from longtune.tree import Forest
+from tests.support import ARCHITECTURES, pair_tree, random_sequence, tiny_model
+
+MIXTURES = ("gpt_oss", "qwen3_moe", "deepseek_v3")
+"""What their experts get is assumed to be equal shares."""
+
+
+class Counter(TorchDispatchMode):
+    """The oracle: live bytes of real storages that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, object] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        known = self._seen.get(key)
+        if known is not None and known() is not None:
+            return
+
+        def died(_):
+            self.live -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.ref(storage, died)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def lora(name, **changes):
+    model = add_lora(tiny_model(name, torch.float32, **changes), rank=3, alpha=6)
+    return model.train()
+
+
+def real_peak(model, plan, forest):
+    engine, objective = Engine(model, plan), get("sft")
+    with Counter() as counter:
+        engine.accumulate(forest, objective, objective.totals(forest))
+    engine.close()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return counter.peak
+
+
+def ghost_peak(model, plan, forest):
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    ghost.grain = 1
+    traced = ghost.trace(plan, forest)
+    ghost.close()
+    return traced.peak
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_ghost_takes_what_the_walk_takes(name):
+    model, plan = lora(name), Plan(chunk_tokens=32)
+    forest = Forest([random_sequence(120)])
+    wanted, found = real_peak(model, plan, forest), ghost_peak(model, plan, forest)
+    tolerance = 0.25 if name in MIXTURES else 0.04
+    assert found == pytest.approx(wanted, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(keep="everything"),
+        dict(keep="everything", chunk_tokens=32),
+        dict(keep="attention", chunk_tokens=32),
+        dict(keep="kv", chunk_tokens=32),
+        dict(layers_per_segment=None, chunk_tokens=32),
+        dict(layers_per_segment=3, chunk_tokens=32, head_chunk=8),
+    ],
+    ids=str,
+)
+def test_a_ghost_takes_what_any_plan_takes(keys):
+    model, plan = lora("llama"), Plan(**keys)
+    forest = Forest([pair_tree(100, (41, 23)), random_sequence(30)])
+    assert ghost_peak(model, plan, forest) == pytest.approx(real_peak(model, plan, forest), rel=0.04)
+
+
+def test_bytes_off_the_device_are_the_boundaries():
+    model = lora("llama")
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    plan = Plan(chunk_tokens=16, boundary_store="host")
+    traced = ghost.trace(plan, Forest([random_sequence(128)]))
+    residual = 128 * 32 * 4
+    # One boundary for each of four layers, and the flow behind the last.
+    assert 4 * residual <= traced.away["host"] <= 5.2 * residual
+    assert "host" not in ghost.trace(Plan(chunk_tokens=16), Forest([random_sequence(128)])).away
+    ghost.close()
+
+
+def test_a_ghost_leaves_the_model_alone():
+    model = lora("llama")
+    before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    ghost.trace(Plan(), Forest([random_sequence(20)]))
+    ghost.close()
+    for name, parameter in model.named_parameters():
+        assert before[name] == (parameter, parameter.data_ptr())
+        assert parameter.grad is None and not parameter.is_meta
+
+
+def test_tied_weights_stay_tied_in_a_copy():
+    model = tiny_model("llama", torch.float32, tie_word_embeddings=True)
+    copy = ghost_of(model)
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    assert all(parameter.is_meta for parameter in copy.parameters())
+    assert stored_bytes(list(copy.parameters()), 1) == stored_bytes(list(model.parameters()), 1)
+
+
+def test_a_meter_counts_storages_not_tensors():
+    with Meter(512, "cuda", {}) as meter:
+        meter.begin("layer")
+        x = torch.empty(100, 10, device="meta")
+        y = x.t().reshape(1000)[2:]
+        assert meter.live == 2 * 4096  # 4,000 bytes each, in grains of 512.
+        z = x[3:].view(-1)
+        del x
+        assert meter.live == 2 * 4096
+        del y, z
+        assert meter.live == 0
+    meter.begin("rest")
+    assert meter.slots[-2].peak == 2 * 4096
+
+
+def test_every_byte_has_a_class():
+    model = lora("gemma4_text")
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    traced = ghost.trace(Plan(chunk_tokens=16), Forest([random_sequence(64)]))
+    ghost.close()
+    for slot in traced.slots:
+        assert set(slot.bytes) <= set(CLASSES)
+        assert all(size >= 0 for size in slot.bytes.values())
+        assert sum(slot.bytes.values()) == max(slot.peak, 0)
+    assert {slot.phase[0] for slot in traced.slots} >= {"prologue", "forward", "head", "backward"}
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "cuda-flash"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_gpu_that_is_not_there_can_be_stood_for(name, kernel):
+    model = add_lora(tiny_model(name, torch.bfloat16), rank=3, alpha=6)
+    ghost = Ghost(model, kernel, "cuda")
+    for forest in (Forest([random_sequence(100)]), Forest([pair_tree(40, (9, 8)), pair_tree(30, (7, 5), seed=1)])):
+        for plan in (Plan(keep="everything"), Plan(chunk_tokens=16, boundary_store="host")):
+            traced = ghost.trace(plan, forest, one_pass=False)
+            assert traced.peak > 0
+            assert sum(slot.work.forward for slot in traced.slots) > 0
+            assert sum(slot.work.backward for slot in traced.slots) > 0
+    ghost.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "changes", "plans"),
+    [
+        (
+            "llama",
+            7,
+            {},
+            [
+                dict(keep="attention", boundary_store="host"),
+                dict(keep="everything"),
+                dict(layers_per_segment=2),
+            ],
+        ),
+        ("gemma3_text", 8, dict(layer_types=["sliding_attention", "full_attention"] * 4), [{}]),
+    ],
+    ids=["llama", "gemma3"],
+)
+def test_long_rows_and_deep_stacks_are_extrapolated_to_what_they_take(name, layers, changes, plans):
+    model = lora(name, num_hidden_layers=layers, **changes)
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    ghost.engine.port.attention.block_keys = 32
+    forecaster = Forecaster(ghost)
+    assert forecaster.period == (1 if name == "llama" else 2)
+    row = Row(16 * 11 + 5)
+    for keys in plans:
+        plan = Plan(chunk_tokens=16, **keys)
+        forecast = forecaster.forecast(plan, row)
+        traced = ghost.trace(plan, row.forest())
+        assert forecast.peak == pytest.approx(traced.peak, rel=0.01), keys
+        assert forecast.peak >= 0.999 * traced.peak, keys
+        assert forecast.away["host"] == traced.away.get("host", 0), keys
+        for field in ("products", "thin_bytes", "forward", "backward", "launches"):
+            whole = sum(getattr(slot.work, field) for slot in traced.slots if slot.phase[0] != "deliver")
+            found = sum(getattr(work, field) for work in forecast.work.values())
+            assert found == pytest.approx(whole, rel=0.02), (keys, field)
+    forecaster.close()
+
+
+def test_a_stack_whose_layers_share_keys_is_traced_whole():
+    model = lora("gemma4_text")
+    forecaster = Forecaster(Ghost(model, "cpu-flash", "cpu"))
+    assert forecaster.period is None
+    plan, row = Plan(chunk_tokens=16), Row(40)
+    assert forecaster.forecast(plan, row).peak == forecaster.ghost.trace(plan, row.forest()).peak
+    forecaster.close()
