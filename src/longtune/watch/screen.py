@@ -203,7 +203,7 @@ def _chart(run: WatchedRun, chart: Chart, options: Options, width: int, height: 
         style = "cyan" if not index else "blue"
         if weight:
             curves.append(Curve(found.step, found.mean, "dim", "points"))
-        curves.append(Curve(found.step, smooth(found.mean, weight), style, "line" if weight or main else "points"))
+        curves.append(Curve(found.step, smooth(found.mean, weight), style))
     if weight and main:
         legend.append(f"  smoothed {weight:g}", "dim")
     for name in chart.validation:

@@ -98,10 +98,14 @@ def event_lines(event: dict[str, Any]) -> list[str]:
     if kind == "done":
         speed = f", {event['tokens_per_second']:,.0f} tok/s" if event["tokens_per_second"] else ""
         steps = counted(event["step"], "step")
+        planned = event.get("predicted")
+        predicted = f" (predicted {size(planned['peak_bytes'])})" if planned else ""
         return [
-            f"done: {steps} in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}",
+            f"done: {steps} in {duration(event['seconds'])}{speed}, peak {size(event['peak_bytes'])}{predicted}",
             f"adapter: {event['adapter']}",
         ]
+    if kind == "replanned":
+        return [f"step {event['step']}: {event['reason']}; once more by another plan ({event['plan_reason']})"]
     if kind == "stopped":
         return [f"stopped after step {event['step']} ({event['reason']}); go on with --resume"]
     if kind == "failed":
