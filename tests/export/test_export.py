@@ -13,7 +13,7 @@ from longtune.errors import UserError
 from longtune.export import ExportFailed, Request, export, mlx_check, peft, verify
 from longtune.export.combine import combined, even, of_one_scale
 from longtune.model.adapter_files import Update, linear_sizes, named_for, read_updates
-from longtune.model.adapters import add_lora, init_adapter
+from longtune.model.adapters import add_lora, init_adapter, load_adapter
 from longtune.model.loading import load_model
 from longtune.model.targets import choose_targets
 from support import ARCHITECTURES, tiny_model
@@ -224,6 +224,8 @@ def test_a_warm_start_from_mlx_names_what_does_not_fit(base, adapters, tmp_path)
     made(base, adapters["some"], tmp_path / "mlx", to="mlx")
     with pytest.raises(UserError) as caught:
         init_adapter(add_lora(plain(base), rank=3, alpha=3, targets=["q_proj", "up_proj"]), tmp_path / "mlx")
+    with pytest.raises(UserError, match=r"mlx-lm's layout -> longtune export"):
+        load_adapter(plain(base), tmp_path / "mlx")
     text = str(caught.value)
     assert "model.layers.1.self_attn.q_proj.lora_A: [4, 32] there, [3, 32] here" in text
     assert "nothing here" in text and "nothing there" in text
