@@ -30,8 +30,8 @@ SHAPES = {"llama": (8192, 4096, 128256), "gemma": (8192, 2304, 256000), "small":
 """Targets, hidden size, vocabulary."""
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Hidden [M, H], token [M], cotangent [M] -> d(hidden)."""
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
+"""Hidden [M, H], token [M], cotangent [M] -> log-probs (None where a peer gives only their sum) and d(hidden)."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Way:
 
 
 def contract(head: object) -> Run:
-    return lambda hidden, token, cotangent: head.backward(hidden, token, cotangent)[1]  # pyright: ignore
+    return lambda hidden, token, cotangent: head.backward(hidden, token, cotangent)[:2]  # pyright: ignore
 
 
 def ways(weight: torch.Tensor, softcap: float | None, only: set[str] | None) -> list[Way]:
@@ -91,12 +91,12 @@ def random_packed(V: int, H: int, bits: int, device: torch.device, group: int = 
 def liger(weight: torch.Tensor, softcap: float | None) -> Run:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
 
-    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> tuple[None, torch.Tensor]:
         leaf = hidden.detach().requires_grad_()
         # Arguments in order: bias, class weights, ignored index, z-loss, smoothing, reduction, softcap.
         out = function.apply(leaf, weight, token, None, None, -100, 0.0, 0.0, "sum", softcap)
         (out[0] if isinstance(out, tuple) else out).backward()
-        return leaf.grad
+        return None, leaf.grad
 
     return run
 
@@ -104,10 +104,10 @@ def liger(weight: torch.Tensor, softcap: float | None) -> Run:
 def cut(weight: torch.Tensor, softcap: float | None, eps: str | None) -> Run:
     from cut_cross_entropy import linear_cross_entropy
 
-    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    def run(hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor) -> tuple[None, torch.Tensor]:
         leaf = hidden.detach().requires_grad_()
         linear_cross_entropy(leaf, weight, token, reduction="sum", softcap=softcap, filter_eps=eps).backward()
-        return leaf.grad
+        return None, leaf.grad
 
     return run
 
@@ -124,12 +124,21 @@ def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float(torch.linalg.norm(ours.double() - truth.double()) / torch.linalg.norm(truth.double()))
 
 
-def errors(way: Way, softcap: float | None, few: Inputs) -> tuple[float, float]:
-    """Relative error of d(hidden) against fp32: of the way, and of bf16 autograd over full logits."""
+def errors(way: Way, softcap: float | None, few: Inputs) -> dict[str, float]:
+    """Against fp32: relative error of d(hidden) and largest of a log-prob, of the way and of bf16 autograd over full
+    logits."""
     hidden, token, cotangent = few
-    truth = Reference(HeadForm(way.truth.float(), softcap=softcap)).backward(hidden.float(), token, cotangent)[1]
-    plain = Reference(HeadForm(way.truth, softcap=softcap)).backward(hidden, token, cotangent)[1]
-    return relative(way.run(hidden, token, cotangent), truth), relative(plain, truth)
+    truth = Reference(HeadForm(way.truth.float(), softcap=softcap)).backward(hidden.float(), token, cotangent)
+    plain = Reference(HeadForm(way.truth, softcap=softcap)).backward(hidden, token, cotangent)
+    log_probs, dhidden = way.run(hidden, token, cotangent)
+    found = {
+        "error": relative(dhidden, truth[1]),
+        "bf16_error": relative(plain[1], truth[1]),
+        "bf16_log_prob_error": float((plain[0] - truth[0]).abs().max()),
+    }
+    if log_probs is not None:
+        found["log_prob_error"] = float((log_probs - truth[0]).abs().max())
+    return found
 
 
 def timed(run: Callable[[Inputs], object], inputs: list[Inputs], repeats: int) -> dict[str, float]:
@@ -186,7 +195,7 @@ def main() -> None:
         for way in ways(weight, args.softcap, set(args.ways) if args.ways else None):
             entry: dict[str, object] = {"shape": name, "way": way.name}
             try:
-                entry["error"], entry["bf16_error"] = errors(way, args.softcap, few)
+                entry.update(errors(way, args.softcap, few))
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
@@ -199,10 +208,11 @@ def main() -> None:
             if args.out:
                 with open(args.out, "w") as file:
                     json.dump({"machine": machine(), "softcap": args.softcap, "rows": rows}, file, indent=1)
-    print(f"{'shape':<6} {'ms':>8} {'ratio':>6} {'GiB':>6} {'error':>9} {'bf16':>9}  way")
+    print(f"{'shape':<6} {'ms':>8} {'ratio':>6} {'GiB':>6} {'error':>9} {'bf16':>9} {'log-prob':>9} {'bf16':>9}  way")
+    columns = ("milliseconds", "ratio", "peak_gib", "error", "bf16_error", "log_prob_error", "bf16_log_prob_error")
     for row in rows:
-        numbers = [row.get(k, float("nan")) for k in ("milliseconds", "ratio", "peak_gib", "error", "bf16_error")]
-        cells = "{:>8.2f} {:>6.3f} {:>6.3f} {:>9.2e} {:>9.2e}".format(*numbers)
+        numbers = [row.get(key, float("nan")) for key in columns]
+        cells = "{:>8.2f} {:>6.3f} {:>6.3f} {:>9.2e} {:>9.2e} {:>9.1e} {:>9.1e}".format(*numbers)
         print(f"{row['shape']:<6} {cells}  {row['way']} {row.get('failed', '')}")
     for package, name in (("liger_kernel", "Liger"), ("cut_cross_entropy", "cut-cross-entropy")):
         if not importlib.util.find_spec(package):

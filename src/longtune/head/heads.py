@@ -165,13 +165,28 @@ class ModelHead:
         return out, dhidden, sums
 
 
-def make_head(stack: Stack, chunk: int | None) -> Head:
-    """The bounded head for a model: a closed form where it has one (on CUDA with triton by `FusedChunked`, a trained
-    matrix included; elsewhere by `Chunked`, frozen), dense or packed, else `ModelHead`."""
-    if choose(stack.device, stack.dtype).name == "fused":
+def make_head(stack: Stack, chunk: int | None, name: str | None = None) -> Head:
+    """The bounded head for a model.
+
+    Args:
+        chunk: targets at once at most.
+        name: "fused", "online" or "chunked", to overrule the choice (`select.choose`). The first two are for CUDA with
+            triton; "fused" takes trained matrices too.
+
+    Returns:
+        the head of that name where the model's head has a closed form that it takes, else `ModelHead`.
+    """
+    name = name or choose(stack.device, stack.dtype).name
+    form = read_form(stack, trained=name == "fused", packed=True)
+    if form is None:
+        return ModelHead(stack, chunk)
+    if name == "fused":
         from longtune.head.fused import FusedChunked
 
-        form = read_form(stack, trained=True, packed=True)
-        return ModelHead(stack, chunk) if form is None else FusedChunked(form, chunk)
-    form = read_form(stack, packed=True)
-    return ModelHead(stack, chunk) if form is None else Chunked(form, chunk)
+        return FusedChunked(form, chunk)
+    if name == "online":
+        from longtune.head.online import OnlineHead, unpackable
+
+        if unpackable(form):
+            return OnlineHead(form, chunk)
+    return Chunked(form, chunk)

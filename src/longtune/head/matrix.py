@@ -121,4 +121,5 @@ class PackedMatrix:
         total = gradient_CV.new_zeros(gradient_CV.shape[0], self.shape[1], dtype=wide)
         for own, weight in self._slices(gradient_CV.dtype):
             add_product(total, gradient_CV[:, own], weight)
+            del weight
         return total.to(gradient_CV.dtype)

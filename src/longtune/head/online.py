@@ -34,7 +34,7 @@ class OnlineHead:
         self.matrix = form.matrix
         self.chunk = min(chunk or TOKENS, TOKENS)
         self.parameters: list[torch.Tensor] = []
-        if form.packed is not None and not unpackable(form):
+        if not unpackable(form):
             raise ValueError("the online head reads affine matrices of 2, 4 or 8 bits in groups of 32, 64 or 128")
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class OnlineHead:
         packed: Any = self.form.packed
         source = getattr(packed, "source", packed)
         wide = hidden.dtype == torch.float32
-        options = dict(
+        options: dict[str, Any] = dict(
             stride_hidden=hidden.stride(0),
             stride_weight=self.form.weight.stride(0),
             stride_scale=0,
@@ -147,7 +147,9 @@ def _grid(rows: int, columns: int, options: dict[str, Any]) -> tuple[int, int]:
 
 
 def unpackable(form: HeadForm) -> bool:
-    """Whether the kernels read the packed matrix as it is."""
+    """Whether the kernels read the matrix as it is."""
+    if form.packed is None:
+        return True
     source: Any = getattr(form.packed, "source", form.packed)
     format = source.format
     return format.mode == "affine" and format.bits in (2, 4, 8) and format.group_size in (32, 64, 128)

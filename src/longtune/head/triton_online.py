@@ -4,7 +4,7 @@ A tile is BLOCK_M tokens x BLOCK_V columns of the vocabulary, scores accumulated
 is read dense, or as affine-packed words that are unpacked in registers. `online.py` says when they run.
 """
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
