@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from longtune.engine import Engine, Plan
-from longtune.engine.walk import Walk
+from longtune.engine.cells import Cells, Graph
 from longtune.model.adapters import add_lora
 from longtune.model.packed import Format, PackedLinear
 from longtune.objective import get
@@ -143,21 +143,26 @@ def walked(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
     return step
 
 
-class _Sampled(Walk):
-    """A walk that runs the cells of some chunks only; the others write their keys and values."""
+class _Sampled(Cells):
+    """Runs the cells of some chunks only; the others write their keys and values."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def _some(self, c: int) -> bool:
         last = len(self.chunks) - 1
-        self.some = {0, last // 4, last // 2, 3 * last // 4, last - 1, last}
+        return c in {0, last // 4, last // 2, 3 * last // 4, last - 1, last}
 
-    def _run(self, layer, c, hidden, **options):
-        if c in self.some:
-            return super()._run(layer, c, hidden, **options)
-        self._rebuild_kv(layer, c, hidden)
-        if not torch.is_grad_enabled():
-            return hidden
-        return hidden + 0 * self._parameters[layer][0].sum().to(hidden.dtype)
+    def run(self, layer, c, hidden, **options):
+        if self._some(c):
+            return super().run(layer, c, hidden, **options)
+        self.rebuild_kv(layer, c, hidden)
+        return hidden
+
+    def graph(self, layer, c, hidden, kept=None):
+        if self._some(c):
+            return super().graph(layer, c, hidden, kept)
+        inputs, _ = self._leaves(layer, c, hidden)
+        first = next(p for p in self.stack.layers[layer].parameters() if p.requires_grad)
+        with torch.enable_grad():
+            return Graph(inputs, inputs[0] + 0 * first.sum().to(hidden.dtype))
 
 
 def sampled(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
@@ -173,7 +178,8 @@ def sampled(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
 
     def step(tokens: torch.Tensor) -> float:
         forest = Forest([Tree.sequence(tokens.cpu())])
-        walk = _Sampled(engine, forest, (0, 0), True)
+        walk = engine.walk(forest, (0, 0), True)
+        walk.cells.__class__ = _Sampled
         walk.forward()
         cotangent = objective.known_cotangent(forest, objective.totals(forest))
         assert cotangent is not None and ballast.numel()

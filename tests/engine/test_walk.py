@@ -41,6 +41,7 @@ def test_recomputed_cells_repeat_their_dropout(name):
             Plan(chunk_tokens=chunk, layers_per_segment=layers, keep=keep, boundary_store=store)
             for layers, keep, store in itertools.product((1, 2, None), ("nothing", "attention"), ("device", "host"))
         ]
+        plans += [Plan(chunk_tokens=chunk, keep=keep, halves=True) for keep in ("nothing", "attention")]
         # Keeping everything recomputes nothing: what the others must repeat.
         engine.set_plan(Plan(chunk_tokens=chunk, keep="everything"))
         truth = walk_gradients(engine, forest)
@@ -75,8 +76,8 @@ def test_any_trained_parameter_has_its_gradient(chunk):
         cotangent = -forest.targets.weight.double()
         truth = support.oracle_gradients(model, forest, cotangent)
         engine = Engine(model, Plan(chunk_tokens=chunk))
-        for keep in ("nothing", "everything"):
-            engine.set_plan(Plan(chunk_tokens=chunk, keep=keep))
+        for keep, halves in (("nothing", False), ("nothing", True), ("everything", False)):
+            engine.set_plan(Plan(chunk_tokens=chunk, keep=keep, halves=halves))
             found = walk_gradients(engine, forest)
             # Ordinary autograd gives zeros where the walk gives nothing: both mean no gradient.
             truth_there = {n: t for n, t in truth.items() if n in found or float(t.norm()) > 0}

@@ -22,6 +22,9 @@ PLANS = [
     for chunk, layers, keep, last in itertools.product(
         (4, None), (1, 2), ("kv", "attention", "everything"), (None, 1, 2)
     )
+] + [
+    Plan(chunk_tokens=chunk, layers_per_segment=2, keep=keep, boundary_store=next(STORES), halves=True)
+    for chunk, keep in itertools.product((4, None), ("nothing", "attention"))
 ]
 
 

@@ -30,6 +30,8 @@ class Plan:
             layer's backward; `attention` keeps attention outputs and log-sum-exp, so that attention runs forward once;
             `everything` keeps all activations and recomputes nothing.
         keep_layers: the last layers to which `keep` applies, the others keep nothing; None is all.
+        halves: run a cell's backward in two parts, behind the attention and before it, so that their graphs are never
+            alive together; what comes before the attention is computed once more.
 
     Raises:
         UserError: a value is out of range (all of them at once).
@@ -41,6 +43,7 @@ class Plan:
     head_chunk: int | None = 1024
     keep: Keep = "nothing"
     keep_layers: int | None = None
+    halves: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,6 +55,8 @@ class Plan:
             value = getattr(self, name)
             if value not in kinds:
                 problems.append(Problem(f"plan: {name}", f"{value!r} is not known", f"one of {', '.join(kinds)}"))
+        if not isinstance(self.halves, bool):
+            problems.append(Problem("plan: halves", f"{self.halves!r} is not known", "true or false"))
         if problems:
             raise UserError(problems)
 

@@ -6,39 +6,29 @@
               for each chunk, last to first: run that one cell with graph and take its gradient
 
 Chunks go backwards in reverse, so the accumulators of a chunk's keys and values are complete when its cell is reached.
-Only one cell's graph is alive at a time, apart from layers of which the plan keeps everything. What a cell reads and
-writes besides its layer's keys and values passes through `traffic.py`, which knows what lives where.
+Only one cell's graph is alive at a time, apart from layers of which the plan keeps everything. `cells.py` runs cells;
+what they read and write besides keys and values passes through `traffic.py`, which knows what lives where.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from longtune.attention.function import Cell, StopLayer
 from longtune.attention.store import KVStore
+from longtune.engine.cells import Cells, Graph
 from longtune.engine.gradients import GradientSums
-from longtune.engine.randomness import cell_randomness, has_dropout
+from longtune.engine.randomness import has_dropout
 from longtune.engine.traffic import Place, Traffic
-from longtune.model.stack import LayerCall
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
     from longtune.engine.engine import Engine
 
 _NOTHING: list[Place] = []
-
-
-@dataclass(slots=True)
-class _Graph:
-    """A cell's graph, from its inputs to its output."""
-
-    inputs: list[torch.Tensor]
-    output: torch.Tensor
 
 
 class Walk:
@@ -56,15 +46,12 @@ class Walk:
         self.stack = engine.stack
         self.plan = engine.plan
         self.forest = forest
-        self.key = key
-        self.grad = grad
         self.sums = GradientSums()
         self.chunks = forest.chunks(self.plan.chunk_tokens)
         device = self.stack.device
         self._tokens = forest.tokens.to(device)
         self._positions = forest.positions.to(device)
-        self._kv: dict[int, KVStore] = {}
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._count = len(self.stack.layers)
         self._random = [has_dropout(layer) for layer in self.stack.layers]
@@ -81,6 +68,9 @@ class Walk:
         firsts = [segment[0] for segment in self._segments]
         near = self._whole if self._whole < self._count else self._count + 1
         self._traffic = Traffic(self.plan, engine.boundaries, engine.moving, len(self.chunks), firsts, near)
+        self.cells = Cells(
+            engine, forest, self.chunks, key, self._random, self.lowest, bool(self._outer), self._traffic
+        )
         kind = device.type
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         self._autocast = torch.get_autocast_dtype(kind) if on else None
@@ -128,86 +118,22 @@ class Walk:
             for c in self._traffic.ahead(range(len(self.chunks)), entering=layer):
                 hidden = self._traffic.enter(layer, c)
                 if keep == "everything":
-                    graph = self._cell_graph(layer, c, hidden)
+                    graph = self.cells.graph(layer, c, hidden)
                     self._graphs[layer, c] = graph
                     self._traffic.leave(layer, c, graph.output.detach())
-                    continue
-                with torch.no_grad():
-                    self._traffic.leave(layer, c, self._run(layer, c, hidden, keeps=keep == "attention"))
+                else:
+                    self._traffic.leave(layer, c, self.cells.run(layer, c, hidden, keeps=keep == "attention"))
         if keep == "kv" and self.engine.structure.donors[layer] == layer:
-            self._traffic.put_kv(layer, *self._kv[layer].keys_and_values)
+            self._traffic.put_kv(layer, *self.cells.kv[layer].keys_and_values)
         self._forget_kv(layer)
 
     def _forget_kv(self, layer: int) -> None:
         """Drop the keys and values that no later layer, and no backward, will ask for."""
-        for donor in list(self._kv):
+        for donor in list(self.cells.kv):
             last = self.engine.structure.last_reader(donor)
             read_backwards = last >= self.lowest and (last >= self._whole or last > donor)
             if layer >= last and not read_backwards:
-                del self._kv[donor]
-
-    # one cell
-
-    def _cell(self, layer: int, c: int, **options: object) -> Cell:
-        donor = self.engine.structure.donors[layer]
-        home = layer if donor is None else donor
-        store = self._kv.get(home)
-        if store is None:
-            store = self._kv[home] = KVStore(self.forest.size)
-        return Cell(layer, self.chunks[c], store, writes=home == layer, **options)  # pyright: ignore[reportArgumentType]
-
-    def _run(
-        self,
-        layer: int,
-        c: int,
-        hidden: torch.Tensor,
-        *,
-        call: LayerCall | None = None,
-        keeps: bool = False,
-        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Run one layer on one chunk, in the ambient gradient mode."""
-        cell = self._cell(layer, c, kept=kept)
-        if keeps:
-            cell.keep = lambda out, lse: self._traffic.put_attention(layer, c, out, lse)
-        self.engine.port.cell = cell
-        with self._randomness(layer, c):
-            return self.stack.layer(layer, hidden, call or self._traffic.call(layer, c), self._compiles(layer, c))
-
-    def _compiles(self, layer: int, c: int) -> bool:
-        """Whether a cell runs compiled: whole chunks only, each shape being compiled anew, and nothing random, which
-        would differ between the cell with a graph and the one without."""
-        whole = self.plan.chunk_tokens is None or self.chunks[c].size == self.plan.chunk_tokens
-        return self.engine.compile and whole and not self._random[layer]
-
-    def _rebuild_kv(self, layer: int, c: int, hidden: torch.Tensor) -> None:
-        """Run a layer only as far as its keys and values."""
-        self.engine.port.cell = self._cell(layer, c, stop=True)
-        with torch.no_grad(), self._randomness(layer, c):
-            try:
-                self.stack.layer(layer, hidden, self._traffic.call(layer, c))
-            except StopLayer:
-                pass
-
-    def _randomness(self, layer: int, c: int):
-        if not self._random[layer]:
-            return nullcontext()
-        return cell_randomness(self.stack.device, self.engine.seed, *self.key, layer, c)
-
-    def _cell_graph(
-        self, layer: int, c: int, hidden: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> _Graph:
-        """Run one cell with a graph from detached inputs."""
-        needs_input = layer > self.lowest or bool(self._outer)
-        leaf = hidden.detach().requires_grad_(needs_input)
-        call = self._traffic.call(layer, c)
-        arguments = self.stack.tensors(call) if self._outer else []
-        leaves = [argument.detach().requires_grad_() for argument in arguments]
-        if leaves:
-            call = self.stack.with_tensors(call, leaves)
-        with torch.enable_grad():
-            output = self._run(layer, c, leaf, call=call, kept=kept)
-        return _Graph([leaf, *leaves], output)
+                del self.cells.kv[donor]
 
     # head
 
@@ -319,24 +245,23 @@ class Walk:
         chunks = range(len(self.chunks))
         for layer in segment:
             own = self.engine.structure.donors[layer] == layer
-            if self._keep(layer) == "kv" and own and layer not in self._kv:
-                self._kv[layer] = KVStore(self.forest.size)
-                self._kv[layer].restore(len(chunks), *self._traffic.take_kv(layer))
+            if self._keep(layer) == "kv" and own and layer not in self.cells.kv:
+                self.cells.kv[layer] = KVStore(self.forest.size)
+                self.cells.kv[layer].restore(len(chunks), *self._traffic.take_kv(layer))
             with self.engine.layer_open(layer):
                 if layer < segment[-1]:
                     kept = self._keeps_attention(layer)
                     for c in self._traffic.ahead(chunks, inputs=layer, attention=layer if kept else None):
                         hidden = self._traffic.input(layer, c, last=False)
                         attention = self._traffic.attention(layer, c, last=False) if kept else None
-                        with torch.no_grad():
-                            output = self._run(layer, c, hidden, kept=attention)
+                        output = self.cells.run(layer, c, hidden, kept=attention)
                         self._traffic.put_input(layer + 1, c, output)
                         del hidden, attention, output
-                elif own and layer not in self._kv:
+                elif own and layer not in self.cells.kv:
                     # The last chunk's cell comes first on the way back and writes its own keys and values.
                     then = self._traffic.first_of(layer, chunks[-1], self._keeps_attention(layer))
                     for c in self._traffic.ahead(chunks[:-1], inputs=layer, then=then):
-                        self._rebuild_kv(layer, c, self._traffic.input(layer, c, last=False))
+                        self.cells.rebuild_kv(layer, c, self._traffic.input(layer, c, last=False))
         for layer in reversed(segment):
             self._backward_layer(layer, self._after(segment, layer))
 
@@ -358,6 +283,7 @@ class Walk:
         parameters = self._parameters[layer]
         whole = layer >= self._whole
         kept = self._keeps_attention(layer)
+        halves = self.plan.halves and self.engine.structure.donors[layer] is not None
         order = range(len(self.chunks) - 1, -1, -1)
         ahead = self._traffic.ahead(
             order,
@@ -368,25 +294,29 @@ class Walk:
         )
         with self.engine.layer_open(layer):
             for c in ahead:
+                dflow = self._traffic.flow(layer + 1, c)
                 if whole:
-                    graph = self._graphs.pop((layer, c))
+                    grads = self.cells.gradients(self._graphs.pop((layer, c)), dflow, parameters)
                 else:
                     attention = self._traffic.attention(layer, c) if kept else None
-                    graph = self._cell_graph(layer, c, self._traffic.input(layer, c), attention)
-                    del attention
-                wanted = [x for x in graph.inputs if x.requires_grad]
-                dflow = self._traffic.flow(layer + 1, c)
-                grads = torch.autograd.grad(graph.output, [*wanted, *parameters], dflow, allow_unused=True)
-                del dflow
+                    hidden = self._traffic.input(layer, c)
+                    if halves:
+                        grads = self.cells.gradients_in_halves(layer, c, hidden, attention, dflow, parameters)
+                    else:
+                        graph = self.cells.graph(layer, c, hidden, attention)
+                        del attention, hidden
+                        grads = self.cells.gradients(graph, dflow, parameters)
+                        del graph
+                    attention = hidden = None
                 self._traffic.forget_call(layer, c)
-                if graph.inputs[0].requires_grad:
-                    assert grads[0] is not None
+                if grads[0] is not None:
                     self._traffic.turn(layer, c, grads[0])
+                inputs = len(grads) - len(parameters)
                 if self._outer:
-                    self._call_gradients[layer, c] = list(grads[1 : len(wanted)])
-                self.sums.add(parameters, grads[len(wanted) :])
-                del graph, grads, wanted
-        self._kv.pop(layer, None)
+                    self._call_gradients[layer, c] = grads[1:inputs]
+                self.sums.add(parameters, grads[inputs:])
+                del dflow, grads
+        self.cells.kv.pop(layer, None)
 
     def _backward_prologue(self) -> None:
         """Gradients of trained parameters before and beside the layers, through what the prologue recorded."""
