@@ -111,6 +111,21 @@ def test_old_checkpoints_that_a_kill_kept_are_removed(stopped):
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step-00004", "step-00005"]
 
 
+def test_what_somebody_else_put_beside_the_checkpoints_stays(stopped):
+    (stopped / "checkpoints" / "step-best").mkdir()
+    (stopped / "checkpoints" / "notes.txt").write_text("x")
+    seen = []
+    train(load_config(stopped, ["train.keep=last 1"]), seen.append, resume=True)
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["notes.txt", "step-00006", "step-best"]
+    assert not [event for event in seen if event["event"] == "warning"]
+
+
+def test_a_damaged_note_of_the_environment_is_named(stopped):
+    (stopped / "environment.json").write_text('{"data": ')
+    with pytest.raises(UserError, match=r"environment\.json: is damaged"):
+        train(load_config(stopped), resume=True)
+
+
 def test_what_may_differ_is_said(stopped):
     facts = json.loads((stopped / "environment.json").read_text())
     facts["packages"]["torch"] = "1.0"

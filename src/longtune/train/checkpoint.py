@@ -78,7 +78,7 @@ def save(
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint, and a line about each newer one that is damaged."""
     damaged: list[str] = []
-    for folder in sorted((run / FOLDER).glob("step-*"), key=_step_of, reverse=True):
+    for folder in reversed(_folders(run)):
         problem = _damage(folder)
         if problem is None:
             trainer = files.read_json(folder / "trainer.json")
@@ -119,7 +119,7 @@ def set_damaged_aside(run: Path, step: int) -> None:
     They are kept under another name for whoever wants to look; a leftover of a killed writer is removed.
     """
     files.remove_leftovers(run / FOLDER, [".step-*.tmp", ".step-*.removed"])
-    for folder in (run / FOLDER).glob("step-*"):
+    for folder in _folders(run):
         if _step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -134,7 +134,7 @@ def prune(run: Path, keep: str, scores: dict[int, float]) -> None:
     """
     if keep == "all":
         return
-    folders = sorted((run / FOLDER).glob("step-*"), key=_step_of)
+    folders = _folders(run)
     count = 1 if keep.startswith("best") else int(keep.removeprefix("last "))
     measured = {folder: scores[_step_of(folder)] for folder in folders if math.isfinite(_score(folder, scores))}
     best = min(measured, key=lambda folder: measured[folder]) if measured else None
@@ -147,9 +147,13 @@ def prune(run: Path, keep: str, scores: dict[int, float]) -> None:
         shutil.rmtree(doomed)
 
 
+def _folders(run: Path) -> list[Path]:
+    """The folders that have a checkpoint's name, oldest first; others that somebody put there are nobody's business."""
+    return sorted((f for f in (run / FOLDER).glob("step-*") if f.name[5:].isdecimal()), key=_step_of)
+
+
 def _step_of(folder: Path) -> int:
-    digits = folder.name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1
+    return int(folder.name.removeprefix("step-"))
 
 
 def _score(folder: Path, scores: dict[int, float]) -> float:

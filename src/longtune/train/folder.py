@@ -116,7 +116,11 @@ class RunFolder:
         """
         if not self.environment.exists():
             return []
-        before = _flat(read_json(self.environment))
+        try:
+            before = _flat(read_json(self.environment))
+        except ValueError as error:
+            fix = "put it back from a copy, or remove it to resume without that comparison"
+            raise UserError(Problem(str(self.environment), f"is damaged ({error})", fix)) from None
         now = _flat(facts)
         fixed = {"data.train": "train data", "data.valid": "valid data", "model": "base model"}
         problems = [

@@ -233,6 +233,17 @@ def test_one_that_cannot_start_stops_a_new_run_and_not_a_resumed_one(config, tmp
     assert any("tracker wandb can't be started" in reason for reason in warned)
 
 
+def test_a_damaged_note_of_the_trackers_is_a_warning(config, tmp_path, fakes):
+    made, _ = fakes
+    tracked = load_config(config, ["track=wandb", "train.stop_after=1e-6"])
+    train(tracked)
+    (tmp_path / "run" / "trackers.json").write_text("{")
+    train(tracked, resume=True)
+    assert not made[1].run.resumed
+    warned = [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "warning"]
+    assert any("trackers.json is damaged" in reason for reason in warned)
+
+
 def test_what_a_tracker_kept_comes_back_and_known_steps_do_not(config, tmp_path, fakes):
     made, _ = fakes
 

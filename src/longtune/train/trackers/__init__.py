@@ -99,7 +99,12 @@ class Tracking:
         self._trackers: list[Tracker] = []
         self.problems: list[str] = []
         file = folder / "trackers.json"
-        saved: dict[str, Any] = files.read_json(file) if file.exists() else {}
+        saved: dict[str, Any] = {}
+        if file.exists():
+            try:
+                saved = files.read_json(file)
+            except ValueError:
+                self.problems.append(f"{file} is damaged: trackers begin anew, with the steps from here on")
         for name in config.track:
             home = importlib.import_module(f"longtune.train.trackers.{name}")
             known = saved.get(name) or {}
@@ -116,10 +121,9 @@ class Tracking:
                 continue
             self._trackers.append(tracker)
             saved[name] = tracker.keeps
-            has = tracker.has
-            if has is None:
-                # All that the log has, but for its last step, which a kill may have kept from the tracker.
-                has = dict.fromkeys(_REPEATED, events.last_step - 1 if run.resumed else -1)
+            # By itself all that the log has, but for its last step, which a kill may have kept from the tracker.
+            last = events.last_step - 1 if run.resumed else -1
+            has = tracker.has if tracker.has is not None else {kind: last for kind in _REPEATED}
             events.listen(_after(has, tracker), f"tracker {name}", once=True)
         if config.track:
             files.write_json(file, saved)
