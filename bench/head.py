@@ -51,7 +51,7 @@ def ways(weight: torch.Tensor, softcap: float | None, only: set[str] | None) -> 
     V, H = weight.shape
     found = [
         Way("fused", contract(FusedChunked(form, None)), weight),
-        Way("fused, fp32 logits", contract(FusedChunked(form, None, wide=True)), weight),
+        Way("fused, bf16 logits", contract(FusedChunked(form, None, wide=False)), weight),
         Way("chunked 1024", contract(Chunked(form, 1024)), weight),
     ]
     if importlib.util.find_spec("longtune.head.online"):

