@@ -63,10 +63,9 @@ def test_a_run_reports_pairs_and_eval_agrees_with_its_last_validation(method, mo
     assert (steps[0]["trained_tokens"] > steps[0]["tokens"] // 2 + 10) == (method == "orpo")
     line = next(line for line in result.output.splitlines() if line.startswith("step 1/4"))
     if method == "dpo":
-        # Policy and reference are one model: whatever is not correct is a tie, where the two were computed alike.
-        assert steps[0]["ties"] + steps[0]["correct"] <= 4
-        tied = f" ({steps[0]['ties']:.0f} tied)" if steps[0]["ties"] else ""
-        assert f"acc {steps[0]['correct']:.0f}/4{tied}  margin" in line
+        assert (steps[0]["ties"], steps[0]["correct"]) == (4, 0), "policy and reference are one model"
+        assert steps[-1]["ties"] == 0
+        assert "acc 0/4 (4 tied)  margin" in line
     else:
         assert "ties" not in steps[0]
         assert f"acc {steps[0]['correct']:.0f}/4  margin" in line
