@@ -209,3 +209,12 @@ def test_watchers_give_way():
     code = "from longtune.watch.terminal import _give_way; import os; _give_way(); print(os.nice(0))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "10"
     assert terminal.INTERVAL >= 1.0
+
+
+def test_pictures_take_a_thousandth_of_the_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert terminal.resting(0.010) == pytest.approx(5.0)
+    assert terminal.resting(0.0001) == terminal.INTERVAL
+    assert terminal.resting(9.0) == terminal.SLOWEST
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert terminal.resting(0.010) == terminal.INTERVAL

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from longtune.watch.view import number
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_DOTS = np.array([(0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)], np.uint32)
 """Bits of a braille character by row and column of its dots."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-=+*#@"
@@ -49,14 +49,14 @@ def plot(
 
     Args:
         curves: what to draw; empty ones are passed over.
-        width, height: characters in all, axes included; at least 20 x 3.
+        width, height: characters in all, axes included; from 20 x 3 on it fits.
         ascii_only: no character beyond ASCII.
         log: logarithmic vertical axis; values that are not positive are left out.
 
     Returns:
         `height` lines of `width` characters.
     """
-    columns, rows = width - LABEL - 1, height - 1
+    columns, rows = max(width - LABEL - 1, 1), max(height - 1, 1)
     shown = [curve for curve in (_prepared(curve, log) for curve in curves) if len(curve.steps)]
     ranged = [curve for curve in shown if curve.form != "level"] or shown
     if not ranged:
@@ -148,56 +148,55 @@ def _mean(values: np.ndarray) -> float:
 
 
 class _Canvas:
-    """Cells of characters; each remembers its dots or its letter, and the style of what was drawn last."""
+    """Cells of characters; each holds dots or a letter, and the style of what was drawn last."""
 
     def __init__(self, columns: int, rows: int, ascii_only: bool):
         self.columns, self.rows, self.ascii_only = columns, rows, ascii_only
         self.wide, self.tall = (columns, rows) if ascii_only else (columns * 2, rows * 4)
-        self._bits = [[0] * columns for _ in range(rows)]
-        self._letters = [[""] * columns for _ in range(rows)]
-        self._styles = [[""] * columns for _ in range(rows)]
+        self._bits = np.zeros((rows, columns), np.uint32)
+        self._letters = np.zeros((rows, columns), np.uint32)
+        self._styles = np.zeros((rows, columns), np.int64)
+        self._names = [""]
 
     def draw(self, x: np.ndarray, y: np.ndarray, curve: Curve) -> None:
+        """Draws a curve; x and y are in dots, from the upper left."""
+        letter = curve.letter or {"line": "*", "points": ".", "level": "-"}[curve.form]
         if curve.form == "level":
-            for across in range(0, self.wide, 1 if self.ascii_only else 4):
-                self._set(across, round(float(y[0])), curve, "-")
-            return
-        points = [(round(a), round(b)) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
-        letter = curve.letter or ("*" if curve.form == "line" else ".")
-        for point, following in zip(points, [*points[1:], points[-1]], strict=True):
-            for across, down in _line(point, following) if curve.form == "line" else [point]:
-                self._set(across, down, curve, letter)
-
-    def _set(self, across: int, down: int, curve: Curve, letter: str) -> None:
-        if not (0 <= across < self.wide and 0 <= down < self.tall):
-            return
+            x = np.arange(0, self.wide, 1 if self.ascii_only else 4)
+            y = np.full(len(x), y[0])
+        elif curve.form == "line":
+            x, y = _filled(x, y)
+        across, down = np.rint(x).astype(int), np.rint(y).astype(int)
+        inside = (across >= 0) & (across < self.wide) & (down >= 0) & (down < self.tall)
+        across, down = across[inside], down[inside]
+        column, row = (across, down) if self.ascii_only else (across // 2, down // 4)
         if self.ascii_only or curve.letter:
-            column, row = (across, down) if self.ascii_only else (across // 2, down // 4)
-            self._letters[row][column] = letter
+            self._letters[row, column] = ord(letter)
         else:
-            column, row = across // 2, down // 4
-            self._bits[row][column] |= _DOTS[down % 4][across % 2]
-        self._styles[row][column] = curve.style
+            np.bitwise_or.at(self._bits, (row, column), _DOTS[down % 4, across % 2])
+        self._names.append(curve.style)
+        self._styles[row, column] = len(self._names) - 1
 
     def line(self, row: int) -> Text:
-        cells = zip(self._letters[row], self._bits[row], self._styles[row], strict=True)
-        text = Text()
-        for style, group in groupby(cells, key=lambda cell: cell[2]):
-            text.append("".join(letter or (chr(0x2800 + bits) if bits else " ") for letter, bits, _ in group), style)
+        letters, bits, styles = self._letters[row], self._bits[row], self._styles[row]
+        codes = np.where(letters > 0, letters, np.where(bits > 0, 0x2800 + bits, ord(" "))).astype("<u4")
+        text = Text(codes.tobytes().decode("utf-32-le"))
+        edges = [0, *(np.flatnonzero(np.diff(styles)) + 1).tolist(), len(styles)]
+        for start, end in pairwise(edges):
+            if name := self._names[styles[start]]:
+                text.stylize(name, start, end)
         return text
 
 
-def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Points of a straight line on a grid (Bresenham 1965)."""
-    (x, y), (to_x, to_y) = start, end
-    across, down = abs(to_x - x), -abs(to_y - y)
-    step_x, step_y = (1 if x < to_x else -1), (1 if y < to_y else -1)
-    error, points = across + down, [(x, y)]
-    while (x, y) != (to_x, to_y):
-        twice = 2 * error
-        if twice >= down:
-            error, x = error + down, x + step_x
-        if twice <= across:
-            error, y = error + across, y + step_y
-        points.append((x, y))
-    return points
+def _filled(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a line through (x, y): one in every column, and those between two columns that are far apart."""
+    columns = np.arange(round(float(x[0])), round(float(x[-1])) + 1)
+    heights = np.rint(np.interp(columns, x, y)).astype(int)
+    steps = np.abs(np.diff(heights))
+    # From each column half the way to the next is drawn in it, the rest in the next.
+    counts = np.append(np.maximum(steps, 1), 1)
+    owner = np.repeat(np.arange(len(columns)), counts)
+    along = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    towards = np.append(np.sign(np.diff(heights)), 0)
+    over = along > counts[owner] // 2
+    return columns[owner] + over, heights[owner] + along * towards[owner]

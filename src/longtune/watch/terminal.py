@@ -27,6 +27,10 @@ INTERVAL = 1.0
 """Seconds between looks at the files."""
 REDRAW = 5.0
 """Seconds after which the screen is drawn again though nothing has happened: pauses grow."""
+SHARE = 0.001
+"""Of all the machine's cores: what a watcher's pictures may take. A key is answered at once whatever it costs."""
+SLOWEST = 10.0
+"""Seconds between two pictures of a run that writes, at most."""
 OVER = ("done", "failed", "stopped", "gone")
 
 
@@ -51,24 +55,31 @@ def speaks_unicode(console: Console) -> bool:
 def _watch_screen(runs: Sequence[WatchedRun], console: Console, ascii_only: bool) -> None:
     _give_way()
     options = Options(ascii_only=ascii_only, mono=console.no_color or console.color_system is None)
-    drawn, size = 0.0, console.size
+    replayed = any(isinstance(run, ReplayedRun) for run in runs)
     live = Live(console=console, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), Keys() as keys, live:
         for run in runs:
             run.refresh()
         while True:
-            size = console.size
+            size, began = console.size, time.process_time()
             live.update(Group(*screen(runs, options, size.width, size.height)), refresh=True)
-            drawn = time.monotonic()
+            drawn, changed = time.monotonic(), False
+            rest = INTERVAL if replayed else resting(time.process_time() - began)
             while True:
                 key = keys.wait(INTERVAL)
                 if key is not None:
                     if not press(key, options, runs):
                         return
                     break
-                changed = [run.refresh() for run in runs]
-                if any(changed) or console.size != size or time.monotonic() - drawn > REDRAW:
+                changed |= any([run.refresh() for run in runs])
+                passed = time.monotonic() - drawn
+                if console.size != size or passed >= (rest if changed else max(rest, REDRAW)):
                     break
+
+
+def resting(spent: float) -> float:
+    """Seconds until the next picture, after one that took `spent` seconds of a processor."""
+    return min(max(INTERVAL, spent / (SHARE * (os.cpu_count() or 1))), SLOWEST)
 
 
 def press(key: str, options: Options, runs: Sequence[WatchedRun]) -> bool:
