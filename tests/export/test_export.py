@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from longtune.errors import UserError
-from longtune.export import ExportFailed, Request, export, mlx_check, peft, verify
+from longtune.export import ExportFailed, Request, export, merged, mlx_check, peft, verify
 from longtune.export.combine import combined, even, of_one_scale
 from longtune.model.adapter_files import Update, linear_sizes, named_for, read_updates
 from longtune.model.adapters import add_lora, init_adapter, load_adapter
@@ -101,6 +101,25 @@ def test_a_merged_model_is_base_plus_adapter(base, adapters, kind, tmp_path):
     close(plain_logits(tmp_path / "out"), with_peft(base, adapters[kind]), 3e-6)
     assert done.difference.passes
     assert load_model(str(tmp_path / "out"), dtype="float32", device="cpu").tokenizer.chat_template
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_architecture_comes_back_whole(family, tied, tmp_path):
+    model = tiny_model(family, torch.float32, tie_word_embeddings=tied)
+    generator = torch.Generator().manual_seed(0)
+    updates = {}
+    for name in choose_targets(model):
+        inner, outer = linear_sizes(model.get_submodule(name))
+        down, up = torch.randn(2, inner, generator=generator), torch.randn(outer, 2, generator=generator)
+        updates[name] = Update(down, up, 0.02)
+    truth = verify.logits(model, TOKENS, updates)
+    assert float((truth - verify.logits(model, TOKENS)).abs().max()) > 1e-3
+    merged.write(tmp_path / "out", model, updates, dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation=model.config._attn_implementation
+    )
+    close(verify.logits(again.eval(), TOKENS), truth, 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
