@@ -111,8 +111,8 @@ def test_data_and_adapter_are_complained_of_together(refused, tmp_path):
     assert "q_porj" in said
 
 
-def test_plan_that_is_not_supported(refused):
-    assert "disk" in refused("--set", "memory.boundary_store=disk")
+def test_plan_that_is_none(refused):
+    assert "'device', 'host'" in refused("--set", "memory.boundary_store=tape")
 
 
 def test_resume_without_a_run(refused):
