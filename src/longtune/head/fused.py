@@ -22,10 +22,16 @@ LOGITS_BYTES = 256 << 20
 def _kernel(hidden: torch.Tensor) -> Any:
     """The pass over the logits; where there are no values (the meta device), what it returns and nothing else."""
     if hidden.is_meta:
-        return lambda scores, token, cotangent, *_, **__: None if cotangent is None else scores
+        return _without_values
     from longtune.head.triton_logits import log_probs_and_gradient
 
     return log_probs_and_gradient
+
+
+def _without_values(
+    scores: torch.Tensor, token: Any, cotangent: Any, log_probs: Any, dtype: torch.dtype, **options: Any
+) -> torch.Tensor | None:
+    return None if cotangent is None else scores.view(dtype)[:, : scores.shape[1]]
 
 
 def _no_autocast(hidden: torch.Tensor) -> AbstractContextManager[Any]:

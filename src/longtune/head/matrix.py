@@ -17,11 +17,15 @@ SLICE_BYTES = 64 << 20
 """Bytes of dequantised rows alive at once."""
 
 
+WIDENS = ("cuda", "meta")
+"""Kinds of devices whose products give fp32 from half precision."""
+
+
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a b, in out's dtype (that of a and b, or fp32)."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
-    elif a.device.type == "cuda":
+    elif a.device.type in WIDENS:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
@@ -31,7 +35,7 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a b, out in fp32 (or the dtype of a and b)."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
-    elif a.device.type == "cuda":
+    elif a.device.type in WIDENS:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
@@ -68,7 +72,7 @@ class DenseMatrix:
     def hidden_gradient(self, gradient_CV: torch.Tensor) -> torch.Tensor:
         C, V = gradient_CV.shape
         H = self.weight.shape[1]
-        parts = _parts(C, V, H) if gradient_CV.device.type == "cuda" and gradient_CV.dtype != torch.float32 else 1
+        parts = _parts(C, V, H) if gradient_CV.device.type in WIDENS and gradient_CV.dtype != torch.float32 else 1
         if parts == 1:
             return gradient_CV @ self.weight
         # Few tokens and a narrow model leave the product without enough output tiles to fill a GPU, while its inner
