@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longtune.engine import Engine, Plan
+from longtune.engine.trace import Ghost
 from longtune.errors import UserError
 from longtune.head.heads import Chunked
 from longtune.model.adapters import add_lora
@@ -24,7 +25,7 @@ from longtune.model.packed.loader import load_packed
 from longtune.model.packed.quantiser import quantise
 from longtune.tree import Forest
 from tests.model.packed import support
-from tests.support import gradients, oracle_gradients, pair_tree, worst
+from tests.support import gradients, oracle_gradients, pair_tree, random_sequence, worst
 
 CPU = torch.device("cpu")
 
@@ -343,3 +344,15 @@ def test_a_model_without_memory_can_be_made_of_it(llama):
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     out = model(input_ids=torch.zeros(1, 7, dtype=torch.int64, device="meta"))
     assert out.logits.shape == (1, 7, 262)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+def test_a_plan_can_be_made_of_it(name, tmp_path):
+    architecture, settings, extra, changes = CONVERTED[name]
+    support.write_plain(tmp_path / "plain", architecture, extra, **changes)
+    packed = support.convert(tmp_path / "plain", tmp_path / "packed", **settings)
+    ghost = Ghost(add_lora(load(packed), rank=4, alpha=8), "cpu-flash", "cpu")
+    try:
+        assert ghost.trace(Plan(chunk_tokens=16), Forest([random_sequence(64, vocab=262)])).peak > 0
+    finally:
+        ghost.close()

@@ -210,6 +210,21 @@ def test_a_layer_without_packed_weights_is_opened_for_nothing():
         assert size == 0
 
 
+def test_a_compiled_layer_computes_the_same(counted):
+    layer = nn.Sequential(packed_linear(64, 64), nn.SiLU(), packed_linear(32, 64, seed=1))
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=False)
+    x = torch.randn(3, 64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+    counted.clear()
+    with layer_open(layer):
+        for _ in range(3):
+            (found,) = torch.autograd.grad(compiled(x).sum(), x)
+            assert torch.equal(found, wanted)
+    assert len(counted) == 2
+    (found,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(found, wanted) and len(counted) == 6
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -252,7 +252,9 @@ class PackedExperts(nn.Module):
             raise TypeError(
                 "packed experts are computed one at a time: load the model with experts_implementation eager"
             )
-        return ExpertMatrix(self, int(e))
+        # A number without a value stands for any expert: a plan is being made, and they are of one size.
+        known = not isinstance(e, torch.Tensor) or not e.is_meta
+        return ExpertMatrix(self, int(e) if known else 0)
 
 
 class ExpertMatrix:
@@ -292,6 +294,14 @@ def frozen_linear(
     """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    return cast(Any, _product)(x, bias, numbers)  # The decorator hides its parameters from a type checker.
+
+
+# A compiled layer leaves its graph here: what is dequantised, kept for a while, or made again is no part of it.
+@torch.compiler.disable
+def _product(
+    x: torch.Tensor, bias: torch.Tensor | None, numbers: Callable[[torch.dtype], torch.Tensor]
+) -> torch.Tensor:
     return cast(torch.Tensor, _FrozenLinear.apply(x, bias, numbers))
 
 
