@@ -24,19 +24,19 @@ WINDOWED = ["sliding_attention"] * 2 + ["full_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(
-        vocab_size=32000,
+        vocab_size=40000,
         hidden_size=512,
         intermediate_size=1408,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
         tie_word_embeddings=False,
     ),
     "qwen3": dict(
-        vocab_size=48000,
+        vocab_size=60000,
         hidden_size=640,
         intermediate_size=1920,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=10,
         num_key_value_heads=5,
         head_dim=64,
@@ -58,24 +58,21 @@ MODELS: dict[str, dict[str, Any]] = {
 SETTINGS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llama", "float32", 512, dict(keep="everything")),
     ("llama", "float32", 2048, dict(keep="everything")),
-    ("llama", "float32", 2048, dict()),
+    ("llama", "float32", 1024, dict()),
     ("llama", "float32", 2048, dict(chunk_tokens=512)),
-    ("llama", "float32", 4096, dict(chunk_tokens=512, keep="attention")),
-    ("llama", "float32", 8192, dict(chunk_tokens=1024)),
-    ("llama", "float32", 4096, dict(chunk_tokens=1024, layers_per_segment=4)),
-    ("llama", "float32", 4096, dict(chunk_tokens=1024, layers_per_segment=None)),
-    ("llama", "float32", 4096, dict(chunk_tokens=1024, boundary_store="host")),
+    ("llama", "float32", 2048, dict(chunk_tokens=256, keep="attention")),
+    ("llama", "float32", 1024, dict(chunk_tokens=256, layers_per_segment=2)),
+    ("llama", "float32", 1024, dict(chunk_tokens=256, layers_per_segment=None)),
+    ("llama", "float32", 2048, dict(chunk_tokens=512, boundary_store="host")),
     ("qwen3", "float32", 1024, dict(keep="everything")),
-    ("qwen3", "float32", 2048, dict(keep="attention")),
-    ("qwen3", "float32", 2048, dict(chunk_tokens=512, head_chunk=256)),
-    ("qwen3", "bfloat16", 1024, dict(chunk_tokens=512)),
+    ("qwen3", "float32", 1024, dict(keep="attention")),
+    ("qwen3", "float32", 1024, dict(chunk_tokens=256, head_chunk=128)),
     ("gemma3_text", "float32", 1024, dict(keep="everything")),
-    ("gemma3_text", "float32", 2048, dict(chunk_tokens=1024)),
-    ("gemma3_text", "float32", 2048, dict(chunk_tokens=512, keep="attention", boundary_store="host")),
+    ("gemma3_text", "float32", 1024, dict(chunk_tokens=256)),
+    ("gemma3_text", "float32", 1024, dict(chunk_tokens=512, keep="attention", boundary_store="host")),
     ("smollm2", "float32", 512, dict(keep="everything")),
-    ("smollm2", "float32", 1024, dict(chunk_tokens=512)),
-    ("smollm2", "float32", 1024, dict(keep="attention")),
-    ("smollm2", "bfloat16", 512, dict(keep="everything")),
+    ("smollm2", "float32", 512, dict(chunk_tokens=256)),
+    ("llama", "float32", 8192, dict(chunk_tokens=1024, keep="attention")),
 ]
 
 
@@ -118,7 +115,7 @@ def one(number: int) -> None:
         optimiser.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
-    row = Row(tokens, trained=25)
+    row = Row(tokens, trained=10)
     with Planner(model, device, like=engine) as planner:
         start = time.perf_counter()
         prediction = planner.predict(plan, row)

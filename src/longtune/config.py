@@ -390,21 +390,6 @@ def check_config(config: RunConfig) -> RunConfig:
     return config
 
 
-def memory_bytes(text: str) -> int | None:
-    """Bytes of a size like 24GB (10^9) or 24GiB (2^30); None for "auto".
-
-    Raises:
-        UserError: it is no size.
-    """
-    if text == "auto":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip())
-    if match is None or not float(match[1]):
-        raise UserError(Problem("memory", f"{text!r} is no size", "write it like 24GB or 22.5GiB"))
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
-
-
 def describe_keys() -> dict[str, str]:
     """What every key of the schema means, by dotted key."""
     return dict(_sections())

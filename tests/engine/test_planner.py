@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtune.config import memory_bytes
 from longtune.engine import Plan, cost, devices
 from longtune.engine.devices import Device, known
 from longtune.engine.forecast import Row
-from longtune.engine.planner import CONTEXT, Budget, Planner, budget_here
+from longtune.engine.planner import CONTEXT, Budget, Planner, budget_here, memory_bytes
 from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from tests.support import tiny_config, tiny_model

@@ -44,7 +44,8 @@ def _plan(
     tokens: int | None,
 ) -> dict[str, Any]:
     from longtune.cli.options import as_overrides, column_overrides
-    from longtune.config import load_config, memory_bytes
+    from longtune.config import load_config
+    from longtune.engine.planner import memory_bytes
     from longtune.errors import Problem, UserError
 
     if device_memory is not None:

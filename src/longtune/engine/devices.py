@@ -6,11 +6,13 @@ what a step reaches, not what a data sheet promises.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,6 +140,20 @@ def measure(device: torch.device, dtype: torch.dtype, *, heads: int = 8, key_hea
         attention=choice.name,
         source="measured",
     )
+
+
+def measured(device: torch.device, dtype: torch.dtype, config: Any) -> Device:
+    """`measure` with the attention of a model's configuration; once in a process, as a device doesn't change."""
+    text = config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", 8) or 8)
+    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return _once(device, dtype, heads, key_heads if heads % key_heads == 0 else heads, width)
+
+
+@functools.lru_cache(maxsize=8)
+def _once(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> Device:
+    return measure(device, dtype, heads=heads, key_heads=key_heads, width=width)
 
 
 def _attention(

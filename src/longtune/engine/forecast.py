@@ -24,6 +24,9 @@ from longtune.tree import Forest, Tree
 
 PHASES = ("prologue", "forward", "head", "backward")
 
+_MOST = 12
+"""Chunks of the shorter trace at most: small chunks would fill a block of keys only after very many."""
+
 _FEWEST = 5
 """Chunks of the shorter trace at least: first two, last two, and one between."""
 
@@ -87,7 +90,8 @@ class Forecaster:
         count = -(-shape.tokens // chunk)
         rest = shape.tokens - (count - 1) * chunk
         depths = self._depths(plan)
-        fewest = max(_FEWEST, min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 2)
+        filled = min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 2
+        fewest = max(_FEWEST, min(filled, _MOST))
         counts = [count] if count <= fewest + 1 else [fewest, fewest + 1]
         found: dict[tuple[int, int], _Places] = {}
         for depth in depths:
@@ -101,12 +105,13 @@ class Forecaster:
                     self._places[key] = _Places(traced, n, depth, self._tail(plan))
                 found[n, depth] = self._places[key]
         layers = self.ghost.layers
-        places = _extrapolated(found, counts, depths, count, layers)
+        filling = max(0, min(count, filled) - counts[-1])
+        places = _extrapolated(found, counts, depths, count, layers, filling)
         worst = max(places.values(), key=lambda b: sum(b.values()))
         phases: Bytes = {}
         for (phase, *_), value in places.items():
             phases[phase] = max(phases.get(phase, 0), sum(value.values()))
-        away = _bilinear({k: p.away for k, p in found.items()}, counts, depths, count, layers)
+        away = _bilinear({k: p.away for k, p in found.items()}, counts, depths, count, layers, 0)
         work = {
             phase: _deeper(
                 [_longer([found[n, d] for n in counts], phase, count, rest / chunk) for d in depths], depths, layers
@@ -231,15 +236,15 @@ def _from_ends(index: int, count: int, tail: int) -> Any:
 
 
 def _extrapolated(
-    found: dict[tuple[int, int], _Places], counts: list[int], depths: list[int], count: int, layers: int
+    found: dict[tuple[int, int], _Places], counts: list[int], depths: list[int], count: int, layers: int, filling: int
 ) -> dict[Any, Bytes]:
     common = set.intersection(*(set(places.bytes) for places in found.values()))
     whole = {
-        place: _bilinear({k: p.bytes[place] for k, p in found.items()}, counts, depths, count, layers)
+        place: _bilinear({k: p.bytes[place] for k, p in found.items()}, counts, depths, count, layers, filling)
         for place in common
     }
-    # Layers that are neither first nor last are in the deeper stack alone. They grow as the last one does, or the first:
-    # boundaries are most near the end of the stack, gradients near its beginning.
+    # Layers that are neither first nor last are in the deeper stack alone. They grow as the last one does, or the
+    # first: boundaries are most near the end of the stack, gradients near its beginning.
     n, depth = counts[-1], depths[-1]
     shown = found[n, depth].bytes
     for place, size in shown.items():
@@ -255,8 +260,14 @@ def _extrapolated(
 
 
 def _bilinear(
-    values: dict[tuple[int, int], Bytes], counts: list[int], depths: list[int], count: int, layers: int
+    values: dict[tuple[int, int], Bytes], counts: list[int], depths: list[int], count: int, layers: int, filling: int
 ) -> Bytes:
+    """Values at `count` chunks and `layers` layers, from those at some counts and depths.
+
+    Args:
+        filling: chunks by which the longest trace falls short of filling a block of keys.
+    """
+
     def at(n: int, d: int) -> Callable[[str], int]:
         return lambda name: values[n, d].get(name, 0)
 
@@ -270,6 +281,9 @@ def _bilinear(
             # A chunk's own tensors are as many in any row once its past fills a block; which of the last blocks are
             # whole differs from one count of chunks to the next.
             found[name] = max(value.get(name, 0) for value in values.values())
+            if filling:
+                step = max(at(counts[-1], d)(name) - at(n0, d)(name) for d in depths)
+                found[name] += max(0, filling * step)
             continue
         base = at(n0, d0)(name)
         wide = at(counts[-1], d0)(name) - base

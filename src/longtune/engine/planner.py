@@ -7,6 +7,7 @@ of it from `cost`; here are the terms that a walk doesn't see (weights, optimise
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from longtune.engine.engine import Engine
 from longtune.engine.forecast import Forecast, Forecaster, Row
 from longtune.engine.plan import Plan
 from longtune.engine.trace import Ghost, stored_bytes
+from longtune.errors import Problem, UserError
 from longtune.tree import Forest
 
 CONTEXT = 600_000_000
@@ -29,10 +31,10 @@ LADDER = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
 """Chunks that are tried, besides the whole row."""
 
 HEAD_CHUNK = 1024
-KEYS = ("chunk_tokens", "layers_per_segment", "boundary_store", "head_chunk", "keep", "keep_layers")
-"""The keys of a plan."""
+KEYS = ("chunk_tokens", "layers_per_segment", "boundary_store", "head_chunk", "keep")
+"""The keys of a plan that are chosen here; others are taken as they are given."""
 
-_SLACK = {"cuda": 0.05, "cpu": 0.22}
+_SLACK = {"cuda": 0.05, "cpu": 0.3}
 """Share of what moves that an allocator holds beyond what is asked of it. On a CPU the C library keeps much of what is
 freed, and the peak of a process counts it (measured by bench/planner_cpu.py)."""
 
@@ -269,7 +271,7 @@ class Planner:
             # What is kept is the same for any chunk: smaller ones only bound the temporaries.
             chunks = chunks[:1] + [c for c in chunks[1:] if c in (8192, 1024)]
         heads = [fixed["head_chunk"]] if "head_chunk" in fixed else [HEAD_CHUNK, 256]
-        extra = {"keep_layers": fixed["keep_layers"]} if "keep_layers" in fixed else {}
+        extra = {key: value for key, value in fixed.items() if key not in KEYS}
         for store, segment in self._homes(keep, fixed):
             plans = [
                 Plan(
@@ -370,6 +372,21 @@ def _is_ample(prediction: Prediction) -> bool:
     """Whether a plan's chunks are large enough that larger ones, with less kept, would not be faster."""
     chunk = prediction.plan.chunk_tokens
     return chunk is None or chunk >= min(_AMPLE, prediction.tokens)
+
+
+def memory_bytes(text: str) -> int | None:
+    """Bytes of a size like 24GB (10^9) or 24GiB (2^30); None for "auto".
+
+    Raises:
+        UserError: it is no size.
+    """
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(Problem("memory", f"{text!r} is no size", "write it like 24GB or 22.5GiB"))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
 
 
 def budget_here(device: torch.device, memory: int | None = None, scratch_free: int = 0) -> Budget:

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longtune.engine import Engine, Plan
+from longtune.engine import Engine, Plan, devices
+from longtune.engine.planner import Planner, budget_here, memory_bytes
 from longtune.engine.walk import Walk
-from longtune.errors import Problem, UserError
+from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.stack import HiddenOutput, find_layers, unwrap
 from longtune.tree import Forest, Node, Targets, Tree
 
@@ -101,7 +102,8 @@ class Streamed:
         plan: how its steps are walked; may be replaced between steps.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan):
+    def __init__(self, model: nn.Module, plan: Plan, budgeted: _Budgeted | None = None):
+        self._budgeted = budgeted
         self._model = unwrap(model)
         self._decoder = find_layers(self._model)[0]
         handle = getattr(self._decoder.forward, "__longtune__", None)
@@ -142,6 +144,10 @@ class Streamed:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _replan(self, forest: Forest, grad: bool) -> None:
+        if grad and self._budgeted is not None and (plan := self._budgeted.plan_for(self.engine, forest)) is not None:
+            self.engine.set_plan(plan)
+
     def _wrap(self, streamed: nn.Module, call: Any) -> Any:
         """A bound method, so that a deep copy of the module gets one that is bound to the copy and is told apart."""
         original: Any = streamed.forward
@@ -169,6 +175,7 @@ class Streamed:
             return self._decoder_forward(**given)
         batch = _Batch(given, None)
         grad = self._grad(self._decoder)
+        self._replan(batch.forest, grad)
         walk = self.engine.walk(batch.forest, self._key(), grad)
         if grad:
             hidden_TH = _Hidden.apply(walk, *self._parameters(self._decoder))
@@ -203,6 +210,7 @@ class Streamed:
         cotangent = torch.full((len(batch.forest.targets),), -1.0, dtype=self.engine.wide_dtype, device=batch.device)
         cotangent /= count.to(batch.device) if torch.is_tensor(count) else count
         grad = self._grad(self._model)
+        self._replan(batch.forest, grad)
         walk = self.engine.walk(batch.forest, self._key(), grad)
         if grad:
             loss = _Loss.apply(walk, cotangent, *self._parameters(self._model))
@@ -239,6 +247,30 @@ class Streamed:
 
     def _grad(self, module: nn.Module) -> bool:
         return torch.is_grad_enabled() and bool(self._parameters(module))
+
+
+class _Budgeted:
+    """Plans by a budget, as batches come."""
+
+    def __init__(self, memory: str | int):
+        self._bytes = memory_bytes(memory) if isinstance(memory, str) else memory
+        self._tokens = 0
+
+    def plan_for(self, engine: Engine, forest: Forest) -> Plan | None:
+        """The plan for a batch that is longer than all before; None for others."""
+        if forest.size <= self._tokens:
+            return None
+        stack = engine.stack
+        device = devices.measured(stack.device, stack.dtype, stack.model.config)
+        budget = budget_here(stack.device, self._bytes)
+        with Planner(engine.model, device, like=engine) as planner:
+            chosen = planner.choose(forest, budget)
+            if chosen is None:
+                least = planner.smallest(forest, budget)
+                reason = f"a batch of {forest.size:,} tokens needs {least.needed_bytes:,} bytes of {budget.device:,}"
+                raise DoesNotFit(Problem("stream: memory", reason, "make batches shorter, or allow more"))
+        self._tokens = forest.size
+        return chosen.plan
 
 
 def _shift(labels_BS: torch.Tensor) -> torch.Tensor:
@@ -316,7 +348,9 @@ def stream(model: nn.Module, plan: Plan | None = None, memory: str | int | None 
     Args:
         model: a causal LM of transformers, PEFT-wrapped or not.
         plan: how to walk; None is one layer per segment and chunks of 8,192 tokens.
-        memory: a budget in bytes instead of a plan.
+        memory: a budget instead of a plan: bytes, a size ("24GB"), or "auto" for what is free. The first batch, and
+            each one that is longer than all before, gets the fastest plan that fits. Logits that are asked for are made
+            outside the engine, and not counted.
 
     Returns:
         A handle with `.plan` and `.close()`; it is also a context manager.
@@ -327,7 +361,10 @@ def stream(model: nn.Module, plan: Plan | None = None, memory: str | int | None 
 
     Raises:
         UserError: the model cannot be walked, or is streamed already.
+        DoesNotFit: (of a batch's forward) no plan fits the budget.
     """
-    if memory is not None:
-        raise UserError(Problem("stream: memory", "plans from a byte budget are not supported yet", "give a plan"))
-    return Streamed(model, plan or Plan(chunk_tokens=8192))
+    if memory is None:
+        return Streamed(model, plan or Plan(chunk_tokens=8192))
+    if plan is not None:
+        raise UserError(Problem("stream: memory", "a plan and a budget are both given", "leave one of them out"))
+    return Streamed(model, Plan(chunk_tokens=8192), _Budgeted(memory))

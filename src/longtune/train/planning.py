@@ -6,7 +6,6 @@ device that isn't here. What a plan takes is the planner's work (`engine/planner
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import tempfile
@@ -20,13 +19,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longtune.config import MemoryPlan, RunConfig, check_config, memory_bytes
+from longtune.config import MemoryPlan, RunConfig, check_config
 from longtune.data import Batcher, Dataset
 from longtune.data.batching import run_length
 from longtune.engine import Engine, Plan, devices
 from longtune.engine.devices import Device
 from longtune.engine.forecast import Row
-from longtune.engine.planner import CONTEXT, KEYS, Budget, Planner, Prediction, budget_here
+from longtune.engine.planner import CONTEXT, KEYS, Budget, Planner, Prediction, budget_here, memory_bytes
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import add_lora
 from longtune.model.embedded import EMBEDDED, embedded_folder
@@ -100,7 +99,7 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, short_of: float =
     try:
         planner = Planner(
             engine.model,
-            _measured(engine),
+            devices.measured(engine.stack.device, engine.stack.dtype, engine.stack.model.config),
             like=engine,
             accumulate=config.train.accumulate,
             one_pass=objective_takes_one,
@@ -120,7 +119,7 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, short_of: float =
 
 
 def _choose(planner: Planner, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]) -> Prediction | None:
-    if set(KEYS) - {"keep_layers"} <= set(fixed):
+    if set(KEYS) <= set(fixed):
         # The user has decided; only a run that is sure to fail is refused, by itself.
         return planner.predict(Plan(**fixed), row)
     return planner.choose(row, budget, fixed)
@@ -141,25 +140,6 @@ def _unpredicted(config: RunConfig, device: torch.device, error: Exception) -> P
     return Planned(plan, reason, None, (f"memory and time can't be predicted for this model ({why})",))
 
 
-def _measured(engine: Engine) -> Device:
-    stack = engine.stack
-    return _measure(stack.device, stack.dtype, *_attention_shape(stack.model))
-
-
-@functools.lru_cache(maxsize=8)
-def _measure(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> Device:
-    """Measured once in a process: a device doesn't change."""
-    return devices.measure(device, dtype, heads=heads, key_heads=key_heads, width=width)
-
-
-def _attention_shape(model: Any) -> tuple[int, int, int]:
-    text = model.config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", 8) or 8)
-    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return (heads, key_heads, width) if heads % key_heads == 0 else (heads, heads, width)
-
-
 def _longest(config: RunConfig, data: Dataset) -> Forest:
     """The longest micro-batch of the run's first epoch."""
     batches = batcher(config, data)
@@ -175,7 +155,7 @@ def _budget(config: RunConfig, device: torch.device, short_of: float = 1.0) -> B
 
 
 def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
-    if set(KEYS) - {"keep_layers"} <= set(fixed):
+    if set(KEYS) <= set(fixed):
         return "set in the config"
     rest = f"; {', '.join(sorted(fixed))} set in the config" if fixed else ""
     source = "free" if given_keys(config.memory) or config.memory == "auto" else "allowed"
@@ -319,7 +299,7 @@ def plan(
         dtype = choose_dtype(config.dtype, here)[0]
     batches, row = _rows(config, tokens)
     model, ranks = _model(config, dtype)
-    target = away or _measure(here, dtype, *_attention_shape(model.get_base_model()))
+    target = away or devices.measured(here, dtype, model.get_base_model().config)
     budget = _budget_for(config, away, here, device_memory)
     fixed = given_keys(config.memory)
     one_pass, accumulate = config.method == "sft", config.train.accumulate
