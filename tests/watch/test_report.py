@@ -127,8 +127,14 @@ def test_a_run_with_little_to_say_has_a_report_too(tmp_path, events):
     for name in ("plan.json", "environment.json", "config.yaml"):
         (run.folder / name).unlink()
     Checked(page(run))
+
+
+@pytest.mark.parametrize("loss", [None, 1.0])
+def test_a_picture_of_nearly_nothing_is_a_picture(tmp_path, loss):
     pytest.importorskip("matplotlib", reason="needs the extra report")
-    picture.draw(run, tmp_path / "picture.png")
+    run = reported(tmp_path / "run", [meta(9), {**train(1), "loss": loss}])
+    picture.draw(run, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_is_a_png_of_every_chart(tmp_path):
