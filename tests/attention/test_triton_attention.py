@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from longtune.attention.kernels import Reference
 from longtune.attention.path import PathAttention, Score
+from longtune.attention.store import KVStore
 from longtune.attention.triton_path import Blocks, Sizes, TritonPath, make_tables
 from longtune.tree import Forest
 from tests import support
@@ -104,3 +105,22 @@ def test_real_sizes(shape, score, dtype):
     row = Forest([support.pair_tree(300, (170, 229)), support.random_sequence(457), support.random_sequence(1)])
     for chunk_tokens in (None, 333):
         run(score, chunk_tokens, row, shape, dtype, forced=None)
+
+
+def test_what_it_takes_beside_a_block_kernel():
+    """Softcap, many spans and odd lengths; windows only where flash attention can't; nothing wider than 256."""
+
+    def takes(row, score=Score(0.1), shape=(2, 1, 16, 16), grain=None, chunk_tokens=None):  # noqa: B008
+        heads, key_heads, width, value_width = shape
+        chunk = row.chunks(chunk_tokens)[-1]
+        store = KVStore(row.size)
+        for each in row.chunks(chunk_tokens):
+            store.write(each, *(torch.empty(1, key_heads, each.size, w) for w in (width, value_width)))
+        return TritonPath(grain=grain).accepts(torch.empty(1, heads, chunk.size, width), store, chunk, score)
+
+    long, many = Forest([support.random_sequence(96)]), Forest([support.random_sequence(4) for _ in range(5)])
+    assert not takes(long) and not takes(long, grain=32) and takes(long, grain=64)
+    assert takes(many) and takes(long, Score(0.1, softcap=1.0))
+    window = Score(0.1, window=8)
+    assert not takes(long, window) and takes(long, window, (2, 1, 16, 24)) and takes(long, window, (2, 1, 20, 20))
+    assert not takes(many, shape=(2, 1, 16, 320)) and not takes(long, Score(0.1, softcap=1.0), (2, 1, 320, 16))
