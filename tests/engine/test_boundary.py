@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import gc
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 
-from longtune.engine import Plan
+from longtune.engine import Engine, Plan
 from longtune.engine.boundary import DeviceStore, HostStore, make_store
 from longtune.errors import DoesNotFit, UserError
+from longtune.objective import get
+from longtune.tree import Forest
+from tests import support
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -141,3 +146,31 @@ def test_a_plan_names_all_its_faults_at_once():
         "plan: boundary_store",
         "plan: keep",
     ]
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("host", 200), ("disk", 50)])
+def test_memory_after_many_steps_is_that_after_a_few(kind, steps, tmp_path):
+    """Rows of uneven lengths, walks that fail, and walks that are never walked back."""
+    model = support.with_lora(support.tiny_model("llama", torch.float32))
+    plan = Plan(chunk_tokens=8, boundary_store=kind, keep="attention")
+    engine = Engine(model, plan, scratch=tmp_path)
+    objective = get("sft")
+    process = psutil.Process()
+    held: list[tuple[int, int]] = []
+    for step in range(steps):
+        forest = Forest([support.random_sequence(25 + step * 7 % 23, seed=step)])
+        engine.accumulate(forest, objective, objective.totals(forest))
+        if step % 20 == 0:
+            engine.walk(forest, (0, 0), grad=True).forward()
+        if step % 30 == 0:
+            with pytest.raises((RuntimeError, IndexError), match="size"):
+                walk = engine.walk(forest, (0, 0), grad=True)
+                walk.forward()
+                walk.head(torch.ones(3))
+        if step in (19, steps - 1):
+            gc.collect()
+            stores = engine.boundaries.bytes + engine.moving.bytes  # pyright: ignore[reportAttributeAccessIssue]
+            held.append((stores, process.memory_info().rss))
+    assert held[0][0] == held[1][0]
+    assert held[1][1] - held[0][1] < 16 << 20
+    assert list(tmp_path.iterdir()) == []
