@@ -1,0 +1,174 @@
+"""`longtune plan`, and what training makes of it: predictions in plan.json, memory events, a plan made anew."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import longtune
+from longtune.cli import app
+from longtune.config import load_config
+from longtune.engine import Engine
+from longtune.errors import DoesNotFit
+from longtune.train import planning, train
+from tests.tiny_run import losses, read_events, write_config, write_model, write_rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("tiny") / "data")
+
+
+@pytest.fixture
+def config(model, data, tmp_path):
+    return write_config(tmp_path / "run.yaml", model, data, tmp_path / "run", steps=2, accumulate=1)
+
+
+def call(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def last_object(result):
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_a_run_that_fits_is_planned_without_its_weights(config, model, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(planning, "load_model", refuse)
+    result = call("plan", config, "--json")
+    found = last_object(result)
+    assert found["fits"] and found["exit_code"] == 0
+    assert found["plan"]["keep"] == "everything" and found["plan"]["chunk_tokens"] == 16
+    assert found["run_seconds"] > 0 and found["seconds_per_step"] > 0
+    assert found["largest_row"] > found["tokens"]
+    for word in ("fits", "plan", "memory", "frozen weights", "time", "longest"):
+        assert word in result.stderr
+
+
+def test_a_run_that_does_not_fit_leaves_with_3_and_fixes_that_work(config):
+    # Context and libraries alone take 675 MB.
+    call_ = ["plan", config, "--device", "rtx4090", "--device-memory", "677MB", "--json", "--tokens", 9000]
+    call_ += ["--set", "memory=auto"]
+    found = last_object(call(*call_, code=3))
+    assert not found["fits"] and found["fixes"]
+    fix = next(fix for fix in found["fixes"] if "max_tokens" in fix)
+    shorter = int(fix.split(" to ")[1].split()[0])
+    assert longtune.plan(
+        load_config(config, ["memory=auto"]), device="rtx4090", device_memory="677MB", tokens=shorter
+    ).fits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "512", "--device", "abacus"], "abacus"),
+        (["--tokens", "512", "--device-memory", "much"], "much"),
+        ([], "neither a config nor data"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(model, arguments, message):
+    result = call("plan", "--model", model, *arguments, code=2)
+    assert message in result.output
+
+
+def test_python_gets_the_same_plan(config):
+    found = longtune.plan(load_config(config), tokens=64)
+    assert found.fits and found.tokens == 64 and found.run_seconds is None
+    assert found.as_dict()["plan"] == found.plan.as_dict()
+
+
+def test_a_run_writes_what_was_predicted_and_what_was_measured(config, tmp_path):
+    result = call("train", config, "--log", "memory")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["plan"]["chunk_tokens"] == 16
+    assert plan["predicted"]["peak_bytes"] > 0 and plan["predicted"]["seconds_per_step"] > 0
+    assert plan["measured"]["peak_bytes"] > 0
+    events = read_events(tmp_path / "run")
+    done = events[-1]
+    assert done["predicted"]["peak_bytes"] == plan["predicted"]["peak_bytes"]
+    assert "predicted" in result.output
+    phases = [event["phase"] for event in events if event["event"] == "memory" and event["step"] == 1]
+    assert phases[:3] == ["prologue", "forward", "head"] and "backward" in phases and phases[-1] == "done"
+    assert all(event["active_bytes"] > 0 for event in events if event["event"] == "memory")
+
+
+def test_keys_that_are_left_out_stay_left_out(config):
+    loaded = load_config(config)
+    assert loaded.to_dict()["memory"] == {"chunk_tokens": 16}
+    assert planning.given_keys(loaded.memory) == {"chunk_tokens": 16}
+
+
+def test_a_budget_too_small_for_a_run_is_refused_before_its_folder_is_made(config, tmp_path):
+    with pytest.raises(DoesNotFit) as caught:
+        train(load_config(config, ["memory=1MB"]))
+    assert caught.value.exit_code == 3
+    (problem,) = caught.value.problems
+    assert "tokens" in problem.reason and problem.fix
+    assert not (tmp_path / "run").exists()
+
+
+def out_of_memory_once(monkeypatch, times=1):
+    left = [times]
+    accumulate = Engine.accumulate
+
+    def failing(self, *args, **kwargs):
+        if left[0] and self.stack.device.type == "cpu":
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return accumulate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "accumulate", failing)
+
+
+def test_a_step_that_runs_out_of_memory_is_planned_anew_and_taken(config, tmp_path, monkeypatch):
+    usual = load_config(config, [f"output={tmp_path / 'usual'}", "lora.dropout=0"])
+    train(usual)
+    planned = planning.plan_run
+    asked = []
+
+    def less(config, engine, data, short_of=1.0):
+        asked.append(short_of)
+        found = planned(config, engine, data, short_of)
+        return found if short_of == 1.0 else planning.replace(found, plan=planning.replace(found.plan, keep="nothing"))
+
+    monkeypatch.setattr("longtune.train.run.plan_run", less)
+    out_of_memory_once(monkeypatch)
+    train(load_config(config, ["lora.dropout=0"]))
+    events = read_events(tmp_path / "run")
+    (event,) = [event for event in events if event["event"] == "replanned"]
+    assert event["step"] == 1 and event["plan"]["keep"] == "nothing" and "out of memory" in event["reason"]
+    assert asked and asked[0] < 1.0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "usual"), rel=1e-5)
+    # A resumed run goes on by it.
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]["keep"] == "nothing"
+
+
+def test_a_second_failure_ends_the_run(config, tmp_path, monkeypatch):
+    out_of_memory_once(monkeypatch, times=5)
+    with pytest.raises(DoesNotFit):
+        train(load_config(config))
+    assert read_events(tmp_path / "run")[-1]["event"] == "failed"
+
+
+def test_a_resumed_run_keeps_its_plan(config, tmp_path, monkeypatch):
+    train(load_config(config, ["train.stop_after=0.001"]))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a resumed run is planned anew")
+
+    monkeypatch.setattr("longtune.train.prepare.plan_run", refuse)
+    train(load_config(tmp_path / "run", ["train.stop_after=null"]), resume=True)
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"] == plan
