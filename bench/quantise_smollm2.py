@@ -45,7 +45,7 @@ SOURCES = {
     "measured": ("mlx_wikisql_train.jsonl", slice(None), "msft_gsm8k_chat_train.jsonl", slice(0, 250)),
     "compared": ("mlx_wikisql_valid.jsonl", slice(None), "msft_gsm8k_chat_train.jsonl", slice(250, None)),
 }
-LOW, HIGH = Format("affine", 4, 64), Format("affine", 8, 64)
+LOW = Format("affine", 4, 64)
 TARGETS = (5.0, 5.625)
 """Bits per weight of the mixed models; 4 bits in groups of 64 take 4.5, and a quarter more is 5.625."""
 UNIFORM = {
@@ -68,8 +68,10 @@ def main() -> None:
     parser.add_argument("--compare-tokens", type=int, default=1024)
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--high-bits", type=int, nargs="+", default=[8], help="widths of the sensitive modules")
     parser.add_argument("--out")
     args = parser.parse_args()
+    higher = [Format("affine", bits, 64) for bits in sorted(args.high_bits)]
     # Written in the dtype of the original, measured in fp32.
     stored = load_model("smollm2", dtype="bfloat16", device="cpu")
     wide = load_model("smollm2", dtype="float32", device="cpu")
@@ -101,10 +103,13 @@ def main() -> None:
                 same = uniform_widths(packed_units, format, plain, 16)
                 found[f"uniform: {name}"] = compared(same, held, Path(folder) / name.replace(" ", "-"))
             for target in TARGETS:
-                mixed = choose_widths(packed_units, LOW, HIGH, target, kl, plain, 16)
-                raised = [name for name, format in mixed.formats.items() if format == HIGH]
+                mixed = choose_widths(packed_units, [LOW, *higher], target, kl, plain, 16)
+                raised = [name for name, format in mixed.formats.items() if format != LOW]
                 entry = compared(mixed, held, Path(folder) / f"mixed-{target}")
-                found[f"mixed 4 and 8 bits, {target:g}"] = {**entry, "raised": len(raised)}
+                found[f"mixed, {' '.join(map(str, [4, *args.high_bits]))} bits, {target:g}"] = {
+                    **entry,
+                    "raised": len(raised),
+                }
         predictions = [sum(s.positions.numel() for s in part) for part in (samples, held)]
         runs.append(
             {

@@ -108,7 +108,7 @@ def test_a_uniform_model_needs_no_figures(place, tmp_path):
         "quantise", place / "model", "--out", tmp_path / "u", "--group-size", 32, "--uniform", "--bits", 3
     )
     assert code == 0, output
-    assert "15 modules at 3 bits, 5." in output
+    assert "15 modules, 15 at 3 bits, 5." in output
     model = load_model(str(tmp_path / "u"), dtype="float32", device="cpu").model
     assert torch.isfinite(support.logits(model)).all()
 
@@ -119,6 +119,7 @@ def test_a_uniform_model_needs_no_figures(place, tmp_path):
         (["--bits", 7], "no width of 7 bits"),
         (["--bits", 4, "--high-bits", 4], "is not above --bits 4"),
         ([], "comes without figures"),
+        (["--high-bits", "5,9"], "--high-bits 5,9: affine has no width of 9 bits"),
         (["--uniform", "--sensitivity", "x.json"], "uses no sensitivities"),
         (["--sensitivity", "x.json"], "x.json: can't be read"),
         (["--sensitivity", "FIGURES", "--target-bpw", 2], "at 4 bits everywhere the model takes"),

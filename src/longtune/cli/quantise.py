@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ def quantise(
     model: Annotated[str, typer.Argument(help="A folder, a hub name, or smollm2.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     bits: Annotated[int, typer.Option(help="Width of most modules.")] = 4,
-    high_bits: Annotated[int, typer.Option(help="Width of the sensitive ones.")] = 8,
+    high_bits: Annotated[str, typer.Option(help="Width of the sensitive ones; several to choose from: 5,6,8.")] = "8",
     target_bpw: Annotated[float, typer.Option(min=0.0, help="Bits per weight of the whole model, at most.")] = 5.0,
     group_size: Annotated[int, typer.Option(min=1, help="Numbers that share a scale.")] = 64,
     sensitivity: Annotated[Path | None, typer.Option(help="Figures; the default is the model's own.")] = None,
@@ -43,7 +44,7 @@ def _quantise(
     name: str,
     out: Path,
     bits: int,
-    high_bits: int,
+    high_bits: str,
     target: float,
     group_size: int,
     sensitivity: Path | None,
@@ -56,9 +57,9 @@ def _quantise(
     from longtune.errors import Problem, UserError
     from longtune.quantise.writing import check_free
 
-    low, high = affine_formats(str(bits), group_size)[0], affine_formats(str(high_bits), group_size)[0]
-    if not uniform and high.bits <= low.bits:
-        raise UserError(Problem("--high-bits", f"{high.bits} is not above --bits {low.bits}", "or use --uniform"))
+    low, *higher = [*affine_formats(str(bits), group_size), *affine_formats(high_bits, group_size, "--high-bits")]
+    if not uniform and higher[0].bits <= low.bits:
+        raise UserError(Problem("--high-bits", f"{higher[0].bits} is not above --bits {low.bits}", "or use --uniform"))
     if uniform and sensitivity is not None:
         raise UserError(Problem("--uniform", "uses no sensitivities", "leave out one of the two"))
     check_free(out)
@@ -77,13 +78,13 @@ def _quantise(
         widths = uniform_widths(units, low, plain, scale_bits)
     else:
         kl = figures_for([unit.name for unit in units], loaded.path, sensitivity)
-        widths = choose_widths(units, low, high, target, kl, plain, scale_bits)
+        widths = choose_widths(units, [low, *higher], target, kl, plain, scale_bits)
     for note in widths.notes:
         print(note)
     about = {
         "model": name,
         "bits": low.bits,
-        "high_bits": None if uniform else high.bits,
+        "high_bits": None if uniform else [format.bits for format in higher],
         "target_bits_per_weight": None if uniform else target,
         "group_size": group_size,
     }
@@ -100,9 +101,10 @@ def _quantise(
             about=about,
             on_unit=lambda unit: step(unit.name),
         )
-    raised = sum(format == high for format in widths.formats.values()) if not uniform else 0
+    raised = sum(format.bits > low.bits for format in widths.formats.values())
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    shown = f"{len(units)} modules at {low.bits} bits" if uniform else f"{raised} of {len(units)} at {high.bits} bits"
+    counts = Counter(format.bits for format in widths.formats.values())
+    shown = f"{len(units)} modules, " + ", ".join(f"{counts[width]} at {width} bits" for width in sorted(counts))
     print(f"{shown}, {widths.bits_per_weight:.3f} bits per weight, {size / 1e6:,.1f} MB")
     print(f"wrote {out}")
     return {

@@ -124,8 +124,8 @@ def _sensitivity(
     }
 
 
-def affine_formats(bits: str, group_size: int) -> list[Any]:
-    """The affine formats that `--bits` names.
+def affine_formats(bits: str, group_size: int, option: str = "--bits") -> list[Any]:
+    """The affine formats that an option names, the narrowest first.
 
     Raises:
         UserError: a width that there is not.
@@ -137,7 +137,7 @@ def affine_formats(bits: str, group_size: int) -> list[Any]:
         widths = sorted({int(part) for part in bits.split(",")})
         return [Format("affine", width, group_size) for width in widths]
     except ValueError as error:
-        raise UserError(Problem(f"--bits {bits}", str(error), "use 1, 2, 3, 4, 5, 6 or 8")) from None
+        raise UserError(Problem(f"{option} {bits}", str(error), "use 1, 2, 3, 4, 5, 6 or 8")) from None
 
 
 def print_left(left: dict[str, str]) -> None:

@@ -1,11 +1,14 @@
-"""Choosing a width for each unit: the low one, and the high one where a bit more is worth most.
+"""Choosing a width for each unit: the low one, and a higher one where a bit more is worth most.
 
-Pure numbers. A unit's gain is what its KL falls by between the two widths; units are raised in the order of gain per
-byte that it takes, as long as the whole stays within the wanted bits per weight.
+Pure numbers. A step raises one unit by one width; steps are taken in the order of the KL that they save for the bits
+that they cost, as long as the whole stays within the wanted bits per weight. A figure that was not measured is
+estimated from the low width's: each bit halves the rounding error, and KL is quadratic in it.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,8 +62,7 @@ def uniform_widths(units: Sequence[Unit], format: Format, plain: Plain, scale_bi
 
 def choose_widths(
     units: Sequence[Unit],
-    low: Format,
-    high: Format,
+    formats: Sequence[Format],
     target: float,
     kl: Mapping[str, Mapping[int, float]],
     plain: Plain,
@@ -69,12 +71,13 @@ def choose_widths(
     """The widths with the least summed KL that a greedy choice finds within `target` bits per weight.
 
     Args:
-        kl: measured KL by unit and width: that of the low width is needed, that of the high one counts as zero where
-            it was not measured.
+        formats: the low width first, then the higher ones in order.
+        kl: measured KL by unit and width; that of the low width is needed.
 
     Raises:
         UserError: a unit without a figure, or a target below what the low width takes.
     """
+    low = formats[0]
     lacking = [unit.name for unit in units if low.bits not in kl.get(unit.name, {})]
     if lacking:
         shown = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
@@ -85,30 +88,50 @@ def choose_widths(
                 f"measure them: longtune sensitivity MODEL --data DATA --bits {low.bits}",
             )
         )
-    formats = {unit.name: low for unit in units}
+    chosen = {unit.name: low for unit in units}
     numbers = plain.numbers + sum(unit.numbers for unit in units)
-    lowest = _bits_per_weight(units, formats, plain, scale_bits)
+    lowest = _bits_per_weight(units, chosen, plain, scale_bits)
     if target < lowest:
         raise UserError(
             Problem(
                 f"--target-bpw {target:g}",
                 f"at {low.bits} bits everywhere the model takes {lowest:.3f} bits per weight, scales included",
-                f"use at least {lowest:.2f}, or fewer --bits",
+                f"use at least {math.ceil(lowest * 100) / 100:g}, or fewer --bits",
             )
         )
-    left = target * numbers - lowest * numbers
-    extra = {unit.name: packed_bits(unit, high, scale_bits) - packed_bits(unit, low, scale_bits) for unit in units}
-    gain = {
-        name: figures[low.bits] - figures.get(high.bits, 0.0) for name, figures in kl.items() if low.bits in figures
-    }
-    for unit in sorted(units, key=lambda unit: gain[unit.name] / max(extra[unit.name], 1), reverse=True):
-        if extra[unit.name] <= left and gain[unit.name] > 0:
-            formats[unit.name] = high
-            left -= extra[unit.name]
+    left = (target - lowest) * numbers
+    steps = [
+        (-worth, index, 0) for index, unit in enumerate(units) if (worth := _worth(unit, formats, 0, kl, scale_bits))
+    ]
+    heapq.heapify(steps)
+    while steps:
+        _, index, at = heapq.heappop(steps)
+        unit = units[index]
+        cost = packed_bits(unit, formats[at + 1], scale_bits) - packed_bits(unit, formats[at], scale_bits)
+        if cost > left:
+            continue  # Smaller units may still fit.
+        left -= cost
+        chosen[unit.name] = formats[at + 1]
+        if at + 2 < len(formats) and (worth := _worth(unit, formats, at + 1, kl, scale_bits)):
+            heapq.heappush(steps, (-worth, index, at + 1))
     notes = []
-    if all(format is high for format in formats.values()):
-        notes.append(f"every module fits at {high.bits} bits within {target:g} bits per weight")
-    return Widths(formats, _bits_per_weight(units, formats, plain, scale_bits), tuple(notes))
+    if all(format is formats[-1] for format in chosen.values()):
+        notes.append(f"every module fits at {formats[-1].bits} bits within {target:g} bits per weight")
+    return Widths(chosen, _bits_per_weight(units, chosen, plain, scale_bits), tuple(notes))
+
+
+def _worth(
+    unit: Unit, formats: Sequence[Format], at: int, kl: Mapping[str, Mapping[int, float]], scale_bits: int
+) -> float:
+    """KL saved for each bit that the step from one format to the next costs; 0 where none is saved."""
+    figures, low = kl[unit.name], formats[0].bits
+
+    def divergence(bits: int) -> float:
+        return figures.get(bits, figures[low] * 4.0 ** (low - bits))
+
+    saved = divergence(formats[at].bits) - divergence(formats[at + 1].bits)
+    cost = packed_bits(unit, formats[at + 1], scale_bits) - packed_bits(unit, formats[at], scale_bits)
+    return max(saved, 0.0) / max(cost, 1)
 
 
 def plain_part(tensors: Sequence[torch.Tensor]) -> Plain:
