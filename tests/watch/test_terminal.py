@@ -211,9 +211,9 @@ def test_watchers_give_way():
     assert terminal.INTERVAL >= 1.0
 
 
-def test_pictures_take_a_thousandth_of_the_machine(monkeypatch):
+def test_pictures_take_less_than_a_thousandth_of_the_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert terminal.resting(0.010) == pytest.approx(5.0)
+    assert terminal.resting(0.007) == pytest.approx(5.0)
     assert terminal.resting(0.0001) == terminal.INTERVAL
     assert terminal.resting(9.0) == terminal.SLOWEST
     monkeypatch.setattr(os, "cpu_count", lambda: 64)

@@ -27,8 +27,9 @@ INTERVAL = 1.0
 """Seconds between looks at the files."""
 REDRAW = 5.0
 """Seconds after which the screen is drawn again though nothing has happened: pauses grow."""
-SHARE = 0.001
-"""Of all the machine's cores: what a watcher's pictures may take. A key is answered at once whatever it costs."""
+SHARE = 0.0007
+"""Of all the machine's cores: what a watcher's pictures may take, so that ten of them stay below a hundredth with all
+else that they do. A key is answered at once whatever it costs."""
 SLOWEST = 10.0
 """Seconds between two pictures of a run that writes, at most."""
 OVER = ("done", "failed", "stopped", "gone")
