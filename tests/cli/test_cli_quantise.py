@@ -146,3 +146,24 @@ def test_widths_that_there_are_not(bits, place, tmp_path):
         "sensitivity", place / "model", "--data", place / "rows", "--bits", bits, "--out", tmp_path / "s.json"
     )
     assert code == 2 and "--bits" in output
+
+
+def test_a_run_may_quantise_its_base_on_loading(place, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="nf4 is the work of bitsandbytes")
+    config = write_config(
+        tmp_path / "run.yaml", place / "model", place / "rows", tmp_path / "run", steps=2, eval_every=0
+    )
+    code, output = run("train", config, "--set", "quantise_on_load=nf4", "--set", "lora.rank_policy=by_bits")
+    assert code == 0, output
+    assert len(losses(tmp_path / "run")) == 2
+    code, output = run("eval", tmp_path / "run")
+    assert code == 0, output
+
+
+def test_a_base_that_is_packed_can_not_be_quantised_on_loading(place, tmp_path):
+    assert run("quantise", place / "model", "--out", tmp_path / "u", "--group-size", 32, "--uniform")[0] == 0
+    config = write_config(tmp_path / "run.yaml", tmp_path / "u", place / "rows", tmp_path / "run")
+    code, output = run("train", config, "--set", "quantise_on_load=nf4")
+    assert code == 2 and "is an MLX checkpoint, which keeps its own format" in output
+    code, output = run("train", config, "--set", "quantise_on_load=nf5")
+    assert code == 2 and "quantise_on_load" in output
