@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from longtune.attention.kernels import Reference
 from longtune.attention.path import PathAttention, Score
 from longtune.attention.store import KVStore
-from longtune.attention.triton_path import Blocks, Sizes, TritonPath, make_tables
+from longtune.attention.triton_path import Blocks, Sizes, TritonPath, make_tables, needed, sizes
 from longtune.tree import Forest
 from tests import support
 from tests.attention.test_path import SCORES, check
@@ -124,3 +124,13 @@ def test_what_it_takes_beside_a_block_kernel():
     window = Score(0.1, window=8)
     assert not takes(long, window) and takes(long, window, (2, 1, 16, 24)) and takes(long, window, (2, 1, 20, 20))
     assert not takes(many, shape=(2, 1, 16, 320)) and not takes(long, Score(0.1, softcap=1.0), (2, 1, 320, 16))
+
+
+@pytest.mark.parametrize("shared", [232_448, 166_912, 101_376])
+@pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("cut", [False, True])
+def test_tiles_fit_the_shared_memory_of_a_card(shared, width, cut):
+    found = sizes(width, width, torch.bfloat16, cut, shared)
+    rounded = max(64, 1 << (width - 1).bit_length())
+    for kernel in ("forward", "dq", "dkv"):
+        assert needed(kernel, getattr(found, kernel), rounded) <= shared

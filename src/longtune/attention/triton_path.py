@@ -8,8 +8,8 @@ bits every time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -40,19 +40,60 @@ class Sizes:
     dkv: Blocks
 
 
-def sizes(width: int, value_width: int, dtype: torch.dtype, cut: bool) -> Sizes:
-    """Tile sizes for head widths, with or without a window that cuts; chosen by measurement on an H200
-    (docs/kernels.md)."""
-    widest = max(width, value_width)
+_WIDE: dict[int, tuple[Sizes, ...]] = {
+    64: (
+        Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
+        Sizes(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
+        Sizes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ),
+    128: (
+        Sizes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
+        Sizes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 2)),
+        Sizes(Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1), Blocks(32, 64, 4, 1)),
+    ),
+    256: (
+        Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+        Sizes(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(16, 64, 8, 1)),
+        Sizes(Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    ),
+}
+"""Half precision, by the wider of the two widths, rounded up; for much and for little shared memory. The first ones are
+chosen by measurement on an H200 (docs/kernels.md)."""
+
+
+def sizes(width: int, value_width: int, dtype: torch.dtype, cut: bool, shared: int = 232_448) -> Sizes:
+    """Tile sizes for head widths, with or without a window that cuts, in so many bytes of shared memory a program."""
+    widest = next(size for size in _WIDE if size >= max(width, value_width))
     if dtype == torch.float32:
-        small = Blocks(32, 32, 4, 1) if widest > 64 else Blocks(64, 32, 4, 1)
+        small = Blocks(16, 16, 4, 1) if widest > 128 else Blocks(32, 32, 4, 1)
         return Sizes(small, small, small)
-    if widest <= 64:
-        return Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3))
-    if widest <= 128:
-        forward = Blocks(128, 64, 8, 3) if cut else Blocks(128, 128, 8, 2)
-        return Sizes(forward, Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2))
-    return Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2))
+    found = _WIDE[widest]
+    if cut and widest == 128:
+        found = (replace(found[0], forward=Blocks(128, 64, 8, 3)), *found[1:])
+    return Sizes(*(_first_fitting(kernel, found, widest, shared) for kernel in ("forward", "dq", "dkv")))
+
+
+def _first_fitting(kernel: str, found: tuple[Sizes, ...], width: int, shared: int) -> Blocks:
+    tried = [getattr(one, kernel) for one in found]
+    return next((blocks for blocks in tried if needed(kernel, blocks, width) <= shared), tried[-1])
+
+
+def needed(kernel: str, blocks: Blocks, width: int) -> int:
+    """Bytes of shared memory that a kernel takes at most: what stays, and the stages of what passes by."""
+    queries, keys = blocks.queries * width * 2, blocks.keys * width * 2
+    stays, passes = {"forward": (queries, 2 * keys), "dq": (2 * queries, 2 * keys), "dkv": (2 * keys, 2 * queries)}[
+        kernel
+    ]
+    return stays + blocks.stages * passes + 1024
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return 232_448
+    # Without the figure: what every card since compute capability 8.6 has.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 101_376)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +212,7 @@ class TritonPath:
         return self._grain is not None and any((span.end - span.start) % self._grain for span in chunk.spans)
 
     def _sizes(self, q: torch.Tensor, v: torch.Tensor, chunk: Chunk, score: Score) -> Sizes:
-        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, _cuts(chunk, score))
+        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, _cuts(chunk, score), _shared(q.device))
 
     def _tables(self, chunk: Chunk, score: Score, device: torch.device, queries: int, keys: int) -> Tables:
         key = (queries, keys)

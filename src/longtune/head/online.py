@@ -125,7 +125,7 @@ class OnlineHead:
             BITS=0,
             GROUP=1,
             BLOCK_M=64 if wide else 128,
-            BLOCK_V=64 if wide else 256,
+            BLOCK_V=64 if wide else 256 if _roomy(hidden.device) else 128,
             BLOCK_K=32 if wide else 64,
             PRECISION="ieee" if wide else "tf32",
             num_warps=4 if wide else 8,
@@ -140,6 +140,13 @@ class OnlineHead:
                 BLOCK_K=min(group, 32 if wide else 64),
             )
         return options | dict(EVEN=self.matrix.shape[1] % options["BLOCK_K"] == 0)
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether a program may take 144 KiB of shared memory (data-centre cards since compute capability 8.0)."""
+    if device.type != "cuda":
+        return True
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160 << 10
 
 
 def _grid(rows: int, columns: int, options: dict[str, Any]) -> tuple[int, int]:
