@@ -13,6 +13,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from longtune.attention.path import Memo, Score, cut, join
@@ -124,40 +125,39 @@ def _seen(span: Span, window: int | None) -> list[tuple[int, int, int]]:
     return found
 
 
-def _tiled(begin: int, end: int, step: int) -> torch.Tensor:
-    """[n, 2]: start and length of the pieces of [begin, end)."""
-    start = torch.arange(begin, end, step)
-    return torch.stack([start, torch.clamp(end - start, max=step)], 1)
-
-
-def _tiles(pieces: torch.Tensor, position: int, first: int, last: int) -> torch.Tensor:
-    """[n, 5] from pieces of a run of columns whose first one is at `position`."""
-    at = pieces[:, :1] - pieces[0, 0] + position
-    ends = torch.tensor([[first, last]]).expand(pieces.shape[0], 2)
-    return torch.cat([pieces, at, ends], 1)
+def _tiles(begin: int, end: int, step: int, position: int, first: int, last: int) -> np.ndarray:
+    """[n, 5]: column, length and position of the pieces of [begin, end), whose first column is at `position`, and the
+    bounds that they have in common."""
+    column = np.arange(begin, end, step, dtype=np.int32)
+    made = np.empty((column.size, 5), dtype=np.int32)
+    made[:, 0] = column
+    made[:, 1] = np.minimum(end - column, step)
+    made[:, 2] = column + (position - begin)
+    made[:, 3], made[:, 4] = first, last
+    return made
 
 
 def make_tables(chunk: Chunk, window: int | None, device: torch.device, *, query_block: int, key_block: int) -> Tables:
     """The tables of a chunk, with tiles of `query_block` queries and of `key_block` keys."""
     ranges: list[tuple[int, int, int]] = []
-    query_tiles: list[torch.Tensor] = []
+    query_tiles: list[np.ndarray] = []
     # Per run of columns that is read, its position and the spans that read it: whole runs, then cut where any begins.
     reads: list[tuple[int, int, int, Span]] = []
     for span in chunk.spans:
         seen = _seen(span, window)
-        pieces = _tiled(span.start - chunk.start, span.end - chunk.start, query_block)
-        query_tiles.append(_tiles(pieces, span.position, len(ranges), len(ranges) + len(seen)))
+        begin, end = span.start - chunk.start, span.end - chunk.start
+        query_tiles.append(_tiles(begin, end, query_block, span.position, len(ranges), len(ranges) + len(seen)))
         ranges += seen
         reads += [(column, column + length, position, span) for column, length, position in seen]
-    key_tiles: list[torch.Tensor] = []
+    key_tiles: list[np.ndarray] = []
     readers: list[tuple[int, int, int]] = []
     for begin, end, position, spans in _segments(reads):
         readers_before = len(readers)
         readers += [(s.start - chunk.start, s.end - s.start, s.position) for s in spans]
-        key_tiles.append(_tiles(_tiled(begin, end, key_block), position, readers_before, len(readers)))
+        key_tiles.append(_tiles(begin, end, key_block, position, readers_before, len(readers)))
     # The last tiles of a chunk have the most keys to see: they go first.
-    made = (torch.cat(query_tiles).flip(0), torch.tensor(ranges), torch.cat(key_tiles), torch.tensor(readers))
-    return Tables(*(x.to(device, torch.int32) for x in made))
+    made = (np.concatenate(query_tiles)[::-1], ranges, np.concatenate(key_tiles), readers)
+    return Tables(*(torch.from_numpy(np.array(x, dtype=np.int32)).to(device) for x in made))
 
 
 def _segments(reads: list[tuple[int, int, int, Span]]) -> list[tuple[int, int, int, list[Span]]]:
