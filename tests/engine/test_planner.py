@@ -111,7 +111,7 @@ def test_terms_add_up(planner):
 def test_earlier_micro_batches_leave_gradients():
     with Planner(meta_llama(layers=2), CARD, accumulate=4) as several:
         assert several.terms["gradients"] == sum(
-            4 * p.numel() for p in several.forecaster.ghost.model.parameters() if p.requires_grad
+            4 * p.numel() for p in several.forecaster.ghost.engine.model.parameters() if p.requires_grad
         )
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from longtune.engine.plan import Plan
-from longtune.engine.trace import Bytes, Ghost, Traced, ghost_of
+from longtune.engine.trace import Bytes, Ghost, Traced
 from longtune.engine.workspace import Work
-from longtune.model.stack import find_layers, unwrap
 from longtune.tree import Forest, Tree
 
 PHASES = ("prologue", "forward", "head", "backward")
@@ -126,7 +125,7 @@ class Forecaster:
 
     def _reach(self) -> int:
         """Keys beyond which a chunk's attention takes no more memory than before."""
-        return int(getattr(self.ghost.engine.port.attention, "block_keys", 8192))
+        return int(getattr(self.ghost.known.port.attention, "block_keys", 8192))
 
     def _unit(self, plan: Plan) -> int | None:
         """Layers after which a walk repeats itself, or None."""
@@ -149,10 +148,7 @@ class Forecaster:
         if depth == self.ghost.layers:
             return self.ghost
         if depth not in self._short:
-            model = ghost_of(self.ghost.model)
-            _cut(model, depth)
-            full = self.ghost
-            self._short[depth] = full.sibling(model)
+            self._short[depth] = self.ghost.short(depth)
         return self._short[depth]
 
 
@@ -243,8 +239,8 @@ def _extrapolated(
         place: _bilinear({k: p.bytes[place] for k, p in found.items()}, counts, depths, count, layers, filling)
         for place in common
     }
-    # Layers that are neither first nor last are in the deeper stack alone. They grow as the last one does, or the
-    # first: boundaries are most near the end of the stack, gradients near its beginning.
+    # Layers that are neither first nor last are in the deeper stack alone. In the whole stack one of them is beside the
+    # last (where boundaries are most) and one beside the first (where gradients are): each grows as its neighbour.
     n, depth = counts[-1], depths[-1]
     shown = found[n, depth].bytes
     for place, size in shown.items():
@@ -253,9 +249,13 @@ def _extrapolated(
         ends = [
             tuple(end if part == "between" and i in (2, 3) else part for i, part in enumerate(place)) for end in (0, -1)
         ]
-        grown = [{name: whole[end][name] - shown[end][name] for name in size} for end in ends if end in whole]
+        grown = [
+            {name: max(0, size[name] + whole[end][name] - shown[end][name]) for name in size}
+            for end in ends
+            if end in whole
+        ]
         if grown:
-            whole[place] = {name: max(0, size[name] + max(g[name] for g in grown)) for name in size}
+            whole[place] = max(grown, key=lambda b: sum(b.values()))
     return whole
 
 
@@ -312,10 +312,10 @@ def _deeper(works: list[Work], depths: list[int], layers: int) -> Work:
 
 def _period(ghost: Ghost) -> int | None:
     """Layers after which the stack repeats itself; None if it doesn't (or layers share keys and values)."""
-    structure = ghost.engine.structure
+    structure = ghost.known.structure
     if any(donor not in (None, layer) for layer, donor in enumerate(structure.donors)):
         return None
-    stack = ghost.engine.stack
+    stack = ghost.known.stack
     if any(p.requires_grad for p in stack.outer_parameters):
         return None
     kinds = [_kind(layer) for layer in stack.layers]
@@ -335,11 +335,3 @@ def _kind(layer: nn.Module) -> Any:
     ]
     parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
     return str(modules), str(parameters)
-
-
-def _cut(model: nn.Module, depth: int) -> None:
-    """Leave the first `depth` layers alone."""
-    inner = unwrap(model)
-    _, layers, _, _ = find_layers(inner)
-    del layers[depth:]
-    inner.config.get_text_config().num_hidden_layers = depth

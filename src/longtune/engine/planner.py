@@ -121,7 +121,7 @@ class Planner:
         self.device = device
         self.one_pass = one_pass
         self.forecaster = Forecaster(Ghost(model, device.attention, device.kind, like))
-        self.unchunkable = self.forecaster.ghost.engine.unchunkable
+        self.unchunkable = self.forecaster.ghost.known.unchunkable
         grain = 512 if device.kind == "cuda" else 1
         trained = [p for p in model.parameters() if p.requires_grad]
         own = {id(p) for p in trained}
@@ -171,7 +171,7 @@ class Planner:
         return self._complete(plan, shape.tokens, forecast)
 
     def _residual(self, tokens: int) -> int:
-        stack = self.forecaster.ghost.engine.stack
+        stack = self.forecaster.ghost.known.stack
         return tokens * stack.model.config.get_text_config().hidden_size * stack.dtype.itemsize
 
     def _complete(self, plan: Plan, tokens: int, forecast: Forecast) -> Prediction:

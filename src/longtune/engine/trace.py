@@ -12,6 +12,7 @@ extrapolated in `forecast.py`.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Hashable, Iterator
@@ -32,6 +33,7 @@ from longtune.engine.workspace import Work, temporaries, work_of
 from longtune.head.form import read_form
 from longtune.head.fused import FusedChunked
 from longtune.head.heads import Chunked, Head, ModelHead, make_head
+from longtune.model.stack import find_layers, unwrap
 from longtune.objective.base import Outcome
 from longtune.tree import Forest
 
@@ -430,35 +432,60 @@ class Ghost:
         attention: name of the attention kernel of the device that is stood for.
         device: its type; "cpu" and "cuda" differ in what kernels take and in how copies overlap.
         like: an engine of the real model; what it found out by trial is taken over.
+        depth: leave only so many of the first layers.
     """
 
-    def __init__(self, model: nn.Module, attention: str, device: str, like: Engine | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: str,
+        device: str,
+        like: Engine | None = None,
+        depth: int | None = None,
+    ):
         self.device = device
         self.grain = 512 if device == "cuda" else 64
-        self.model = model if next(model.parameters()).is_meta else ghost_of(model)
+        self._source, self._attention, self._like, self._depth = model, attention, like, depth
         self._shapes: dict[Any, Any] = {}
-        with Meter(self.grain, device, self._shapes):
-            self.engine = Engine(self.model, Plan(), attention=attention)
-        self._head_kind = "fused" if device == "cuda" else "chunked"
-        if like is not None:
-            self.engine.unchunkable = like.unchunkable
-            kinds = {ModelHead: "model", Chunked: "chunked"}
-            self._head_kind = kinds.get(type(like.head), "fused")  # pyright: ignore[reportArgumentType]
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Made when it is first needed: often shorter ghosts are enough."""
+        there = next(self._source.parameters()).is_meta and self._depth is None
+        model = self._source if there else ghost_of(self._source, self._depth)
+        with Meter(self.grain, self.device, self._shapes):
+            engine = Engine(model, Plan(), attention=self._attention)
+        if self._like is not None:
+            engine.unchunkable = self._like.unchunkable
+        return engine
+
+    @property
+    def known(self) -> Engine:
+        """An engine to ask about the model: that of the real one, where there is one."""
+        return self.engine if self._like is None else self._like
 
     def close(self) -> None:
-        self.engine.close()
+        if "engine" in self.__dict__:
+            self.engine.close()
 
-    def sibling(self, model: nn.Module) -> Ghost:
-        """A ghost of another model on the meta device, told the same of device and head."""
-        other = Ghost(model, self.engine.attention_choice.name, self.device)
-        other._shapes, other._head_kind = self._shapes, self._head_kind
-        other.engine.port.attention = self.engine.port.attention
-        other.engine.unchunkable = self.engine.unchunkable
+    def short(self, depth: int) -> Ghost:
+        """A ghost of the model's first `depth` layers."""
+        other = Ghost(self._source, self._attention, self.device, self.known, depth)
+        other._shapes = self._shapes
+        if "engine" in self.__dict__:
+            other.engine.port.attention = self.engine.port.attention
         return other
 
     @property
     def layers(self) -> int:
-        return len(self.engine.stack.layers)
+        return self._depth or len(self.known.stack.layers)
+
+    @property
+    def _head_kind(self) -> str:
+        if self._like is None or self._like.stack.device.type == "meta":
+            return "fused" if self.device == "cuda" else "chunked"
+        kinds = {ModelHead: "model", Chunked: "chunked"}
+        return kinds.get(type(self._like.head), "fused")  # pyright: ignore[reportArgumentType]
 
     def _head(self, chunk: int | None) -> Head:
         stack = self.engine.stack
@@ -510,13 +537,17 @@ class Ghost:
             for name in ("layer", "prologue", "epilogue"):
                 delattr(stack, name)
             engine.on_phase = None
-            for parameter in self.model.parameters():
+            for parameter in engine.model.parameters():
                 parameter.grad = None
         return Traced(tuple(meter.slots), dict(meter.away))
 
 
-def ghost_of(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device: the same modules, no values."""
+def ghost_of(model: nn.Module, depth: int | None = None) -> nn.Module:
+    """A copy of a model on the meta device: the same modules, no values.
+
+    Args:
+        depth: copy only so many of the first layers.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
@@ -528,7 +559,13 @@ def ghost_of(model: nn.Module) -> nn.Module:
                     memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 else:
                     memo[id(tensor)] = empty
-    return copy.deepcopy(model, memo)
+    if depth is None:
+        return copy.deepcopy(model, memo)
+    layers = find_layers(unwrap(model))[1]
+    memo[id(layers)] = nn.ModuleList(copy.deepcopy(layer, memo) for layer in list(layers)[:depth])
+    found = copy.deepcopy(model, memo)
+    unwrap(found).config.get_text_config().num_hidden_layers = depth
+    return found
 
 
 def stored_bytes(tensors: Iterator[torch.Tensor] | list[torch.Tensor], grain: int = 512) -> int:
