@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -152,6 +155,9 @@ class Attached:
             if select.select([self.main], [], [], 0.1)[0]:
                 self.seen += os.read(self.main, 1 << 16).decode(errors="replace")
 
+    def resize(self, rows, columns):
+        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def press(self, keys):
         self.seen = ""
         os.write(self.main, keys.encode())
@@ -194,6 +200,18 @@ def test_attaching_following_and_detaching_leave_the_run_alone(tmp_path):
         "metrics.jsonl",
         "plan.json",
     ]
+
+
+def test_a_terminal_that_changes_its_size_is_filled_anew(tmp_path):
+    screen = Attached(write_run(tmp_path / "run"), COLUMNS="", LINES="")
+    screen.resize(24, 80)
+    screen.until("q detach")
+    screen.seen = ""
+    screen.resize(40, 130)
+    # A bar that 80 columns have no room for.
+    screen.until("━" * 70)
+    screen.press("q")
+    assert screen.left() == 0
 
 
 def test_ctrl_c_detaches_too(tmp_path):

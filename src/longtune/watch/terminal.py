@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,14 +68,13 @@ def _watch_screen(runs: Sequence[WatchedRun], console: Console, ascii_only: bool
             drawn, changed = time.monotonic(), False
             rest = INTERVAL if replayed else resting(time.process_time() - began)
             while True:
-                key = keys.wait(INTERVAL)
-                if key is not None:
-                    if not press(key, options, runs):
-                        return
-                    break
+                # There is nothing to look for while no new picture may be drawn.
+                key = keys.wait(max(INTERVAL, rest - (time.monotonic() - drawn)))
+                if key is not None and not press(key, options, runs):
+                    return
                 changed |= any([run.refresh() for run in runs])
                 passed = time.monotonic() - drawn
-                if console.size != size or passed >= (rest if changed else max(rest, REDRAW)):
+                if key is not None or console.size != size or passed >= (rest if changed else max(rest, REDRAW)):
                     break
 
 
@@ -153,6 +153,7 @@ class Keys:
     def __init__(self):
         self._file = sys.stdin
         self._before = None
+        self._resized: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -164,25 +165,43 @@ class Keys:
             return self
         self._before = termios.tcgetattr(self._file)
         tty.setcbreak(self._file.fileno())
+        # A signal alone would not end the wait for a key; a byte in a pipe does.
+        self._resized = os.pipe()
+        for end in self._resized:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._resized[1], warn_on_full_buffer=False)
+        signal.signal(signal.SIGWINCH, lambda *_: None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            import termios
+        if self._before is None or self._resized is None:
+            return
+        import termios
 
-            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+        termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+        signal.signal(signal.SIGWINCH, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for end in self._resized:
+            os.close(end)
 
     def wait(self, seconds: float) -> str | None:
-        """The next key, or None after some time without one; the keys of an escape sequence are one."""
-        if self._before is None:
+        """The next key, empty after a change of the terminal's size; None after some time without either.
+
+        The keys of an escape sequence are one.
+        """
+        if self._resized is None:
             time.sleep(seconds)
             return None
-        ready, _, _ = select.select([self._file], [], [], seconds)
+        ready, _, _ = select.select([self._file, self._resized[0]], [], [], seconds)
         if not ready:
             return None
+        if self._resized[0] in ready:
+            os.read(self._resized[0], 512)
+            if self._file not in ready:
+                return ""
         try:
             pressed = os.read(self._file.fileno(), 32).decode(errors="replace")
         except OSError:
             pressed = ""
         # Nothing to read, or an error, means that the terminal is gone.
-        return "q" if not pressed else pressed[0] if pressed[0] != "\x1b" else "\x1b"
+        return "q" if not pressed else pressed[0]
