@@ -73,6 +73,11 @@ SETTINGS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("smollm2", "float32", 512, dict(keep="everything")),
     ("smollm2", "float32", 512, dict(chunk_tokens=256)),
     ("llama", "float32", 8192, dict(chunk_tokens=1024, keep="attention")),
+    # Not among those that the slack was fitted to.
+    ("llama", "float32", 1024, dict(keep="everything")),
+    ("gemma3_text", "float32", 512, dict(chunk_tokens=128, layers_per_segment=3)),
+    ("qwen3", "float32", 512, dict(chunk_tokens=256, keep="attention")),
+    ("smollm2", "float32", 256, dict()),
 ]
 
 
