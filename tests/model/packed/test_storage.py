@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,41 @@ def test_a_module_without_a_weight_is_an_error(question):
 def test_integers_that_nobody_can_read_are_an_error():
     module = nn.Module()
     module.register_buffer("weight", torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="can't be dequantised"):
+        dequantise(module)
+
+
+class Int4Tensor(torch.Tensor):
+    """Stands for a tensor of torchao: a subclass that says by its name, or by its range, what it stores."""
+
+    def dequantize(self) -> torch.Tensor:
+        return torch.full(self.shape, 0.5)
+
+
+class RangedTensor(Int4Tensor):
+    quant_min, quant_max = 0, 7
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Int4Tensor, 4), (RangedTensor, 3)])
+def test_a_tensor_subclass_is_asked(kind, bits):
+    linear = nn.Linear(6, 4, bias=False)
+    weight = nn.Parameter(torch.zeros(4, 6).as_subclass(kind), requires_grad=False)
+    linear.weight = weight
+    assert bits_of(linear) == bits and is_quantised(linear)
+    assert torch.equal(dequantise(linear, torch.float64), torch.full((4, 6), 0.5, dtype=torch.float64))
+
+
+def test_a_scheme_of_compressed_tensors_is_asked():
+    linear = nn.Linear(6, 4)
+    linear.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(num_bits=8))
+    assert bits_of(linear) == 8 and is_quantised(linear)
+
+
+def test_packed_words_of_gptq_are_asked_for_their_width():
+    module = nn.Module()
+    module.bits = 3
+    module.register_buffer("qweight", torch.zeros(6, 4, dtype=torch.int32))
+    assert bits_of(module) == 3 and is_quantised(module)
     with pytest.raises(ValueError, match="can't be dequantised"):
         dequantise(module)
 
