@@ -218,6 +218,12 @@ class Meter(TorchDispatchMode):
             known = self._shapes.get(key)
         except TypeError:  # An argument that can't be hashed.
             key = known = None
+        if isinstance(given := kwargs.get("out"), torch.Tensor):
+            # It is there already: nothing is made.
+            cost = known[1] if known is not None else self._cost(name, args, kwargs, given)
+            if key is not None:
+                self._shapes[key] = ("out", cost)
+            return given, cost
         if known is None:
             out = func(*args, **kwargs)
             cost = self._cost(name, args, kwargs, out)
