@@ -17,7 +17,15 @@ PUBLIC = ["DoesNotFit", "Plan", "Problem", "UserError", "__version__", "load_con
 """Adding a name is a decision; taking one away breaks somebody."""
 
 SIGNATURES = {
-    "Plan": ["layers_per_segment", "chunk_tokens", "boundary_store", "head_chunk", "keep"],
+    "Plan": [
+        "layers_per_segment",
+        "chunk_tokens",
+        "boundary_store",
+        "head_chunk",
+        "keep",
+        "keep_layers",
+        "halves",
+    ],
     "Problem": ["place", "reason", "fix"],
     "load_config": ["path", "overrides"],
     "plan": ["config", "device", "device_memory", "tokens"],

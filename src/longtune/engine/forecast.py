@@ -96,11 +96,12 @@ class Forecaster:
         for depth in depths:
             ghost = self._ghost(depth)
             for n in counts:
-                whole = isinstance(row, Forest) and n == count
                 part = shape.resized((n - 1) * chunk + rest)
                 key = (plan, part, one_pass, depth)
                 if key not in self._places:
-                    traced = ghost.trace(plan, row if whole else part.forest(), one_pass)
+                    traced = ghost.trace(
+                        plan, row if isinstance(row, Forest) and n == count else part.forest(), one_pass
+                    )
                     self._places[key] = _Places(traced, n, depth, self._tail(plan))
                 found[n, depth] = self._places[key]
         layers = self.ghost.layers

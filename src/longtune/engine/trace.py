@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -574,7 +574,7 @@ def ghost_of(model: nn.Module, depth: int | None = None) -> nn.Module:
     return found
 
 
-def stored_bytes(tensors: Iterator[torch.Tensor] | list[torch.Tensor], grain: int = 512) -> int:
+def stored_bytes(tensors: Iterable[torch.Tensor], grain: int = 512) -> int:
     """Bytes of the storages of some tensors, each rounded up to `grain`."""
     storages = {}
     for tensor in tensors:
