@@ -67,7 +67,7 @@ def _card(
         backward=backward * _T,
         bandwidth=bandwidth * _G,
         link=link * _G,
-        launch=7e-6,
+        launch=38e-6,
         attention=kernel,
         source="estimated from public peak figures",
     )
@@ -77,7 +77,7 @@ def _card(
 # products, 55% and 40% for attention with FlashAttention-2 (65% and 50% with cuDNN on Hopper), of the bandwidths 75%.
 _KNOWN: dict[str, Device] = {
     "h200": replace(
-        _card("h200", 139.8, 660, 620, 500, 3600, 50, "cudnn"), source="measured on one H200 (docs/memory.md)"
+        _card("h200", 139.8, 760, 565, 520, 3200, 50, "cudnn"), source="measured on one H200 (docs/memory.md)"
     ),
     "h100": _card("h100", 79.6, 620, 590, 470, 2500, 50, "cudnn"),
     "a100": _card("a100", 79.3, 218, 171, 125, 1500, 22, "cuda-flash"),
@@ -109,6 +109,12 @@ def names() -> list[str]:
     return list(_KNOWN)
 
 
+# What a model's operations reach of the rates of the plainest ones, on CUDA: products of uneven shapes; strided and mixed
+# elementwise operations; an operation with its module, adapter and autograd in Python instead of a bare one. Fitted to
+# 16 steps of two models on one H200 (bench/results/README.md).
+_PRODUCTS, _BANDWIDTH, _LAUNCH = 0.95, 0.54, 5.2
+
+
 def measure(device: torch.device, dtype: torch.dtype, *, heads: int = 8, key_heads: int = 8, width: int = 64) -> Device:
     """A device that is present: its rates, measured in a fraction of a second.
 
@@ -121,12 +127,14 @@ def measure(device: torch.device, dtype: torch.dtype, *, heads: int = 8, key_hea
     size = 4096 if cuda else 512
     rows = torch.randn(size, size, device=device).to(dtype)
     seconds = _seconds(lambda: rows @ rows, device)
-    products = 2.0 * size**3 / seconds
+    products = (_PRODUCTS if cuda else 1.0) * 2.0 * size**3 / seconds
     wide = torch.randn(1 << (26 if cuda else 22), device=device).to(dtype)
     bandwidth = 3.0 * wide.numel() * wide.element_size() / _seconds(lambda: wide + wide, device)
+    bandwidth *= _BANDWIDTH if cuda else 1.0
     forward, backward = _attention(device, dtype, choice, heads, key_heads, width)
     small = torch.ones(8, device=device)
     launch = _seconds(lambda: [small + small for _ in range(32)], device) / 32
+    launch *= _LAUNCH if cuda else 1.0
     return Device(
         name=torch.cuda.get_device_name(device) if cuda else device.type,
         kind=device.type,
@@ -159,16 +167,17 @@ def _once(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, 
 def _attention(
     device: torch.device, dtype: torch.dtype, choice: Choice, heads: int, key_heads: int, width: int
 ) -> tuple[float, float]:
-    """Rates of the chosen kernel over a causal square."""
+    """Rates of the chosen kernel: over a square of past keys on a GPU, as most of a long row is, or a causal one."""
     from longtune.attention.select import KERNELS
 
     kernel = KERNELS[choice.name]()
-    size = 4096 if device.type == "cuda" else 256
+    cuda = device.type == "cuda"
+    size = 8192 if cuda else 256
     q = torch.randn(1, heads, size, width, device=device).to(dtype)
     k = torch.randn(1, key_heads, size, width, device=device).to(dtype)
-    run = {"scale": width**-0.5, "causal": True}
+    run = {"scale": width**-0.5, "causal": not cuda}
     out, lse = kernel.forward(q, k, k, **run)
-    pairs = heads * size * (size + 1) / 2 * 2 * width
+    pairs = heads * (size * size if cuda else size * (size + 1) / 2) * 2 * width
     forward = 2 * pairs / _seconds(lambda: kernel.forward(q, k, k, **run), device)
     backward = 5 * pairs / _seconds(lambda: kernel.backward(out, q, k, k, out, lse, **run), device)
     return forward, backward
