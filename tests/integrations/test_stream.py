@@ -190,9 +190,22 @@ def test_what_cannot_be_streamed_is_refused(model, change, message):
         model(**{"input_ids": batch(), "labels": batch(), **change})
 
 
-def test_a_byte_budget_is_refused_until_it_works(model):
-    with pytest.raises(UserError, match="memory"):
-        longtune.stream(model, memory="24GB")
+def test_a_budget_plans_batches_and_changes_no_number(model):
+    ids = batch()
+    truth_loss, truth = backward(model, input_ids=ids, labels=ids, use_cache=False)
+    with longtune.stream(model, memory="64GB") as handle:
+        loss, found = backward(model, input_ids=ids, labels=ids)
+        assert handle.plan.keep == "everything"
+    assert loss == pytest.approx(truth_loss, rel=1e-6)
+    assert support.worst(found, truth) < 1e-6
+
+
+def test_a_budget_that_nothing_fits_is_refused_by_the_forward(model):
+    ids = batch()
+    with longtune.stream(model, memory=10**6), pytest.raises(longtune.DoesNotFit, match="28 tokens"):
+        model(input_ids=ids, labels=ids)
+    with pytest.raises(UserError, match="both given"):
+        longtune.stream(model, plan=Plan(), memory="24GB")
 
 
 def test_other_models_are_refused():
