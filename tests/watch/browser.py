@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -50,16 +51,16 @@ class Browser:
         os.close(to_read)
         os.close(to_write)
 
-        def place() -> None:
-            os.dup2(ends[0], 3)
-            os.dup2(ends[1], 4)
-
+        place = (
+            "import os, sys; a, b = map(int, sys.argv[1:3]); os.dup2(a, 3); os.dup2(b, 4);"
+            "os.execv(sys.argv[3], sys.argv[3:])"
+        )
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         options += ["--disable-background-networking", "--disable-extensions", "--hide-scrollbars"]
+        options += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            [find_browser(), *options, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(3, 4),
-            preexec_fn=place,
+            [sys.executable, "-c", place, *map(str, ends), find_browser(), *options],
+            pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

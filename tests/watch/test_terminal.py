@@ -137,13 +137,19 @@ class Attached:
 
     def __init__(self, *arguments, **environment):
         self.main, side = pty.openpty()
-        code = "import sys; from longtune.cli import app; app(sys.argv[1:])"
+        # The terminal becomes the process's own, so that Ctrl-C reaches it as a signal.
+        code = (
+            "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+            "from longtune.cli import app; app(sys.argv[1:])"
+        )
         size = {"COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color", "PYTHONUTF8": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "watch", *map(str, arguments)],
+            stdin=side,
+            stdout=side,
+            stderr=side,
             env={**os.environ, **size, **environment},
-            # The terminal becomes the process's own, so that Ctrl-C reaches it as a signal.
-            preexec_fn=lambda: os.login_tty(side),
+            start_new_session=True,
         )
         os.close(side)
         self.seen = ""

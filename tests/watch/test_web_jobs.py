@@ -127,8 +127,9 @@ def test_resuming_names_the_run_and_says_so_to_the_command(tmp_path):
     jobs._jobs[0].output.close()
 
 
-def test_a_run_started_on_the_page_trains_and_stops_with_a_checkpoint(tmp_path):
+def test_a_run_started_on_the_page_trains_and_stops_with_a_checkpoint(tmp_path, monkeypatch):
     """The whole way: a config file, a real `longtune train`, and one signal."""
+    monkeypatch.setenv("LONGTUNE_CACHE", str(tmp_path / "cache"))
     model, data = write_model(tmp_path / "model"), write_rows(tmp_path / "data")
     settings = {"steps": 5000, "save_every": 0, "eval_every": 0}
     write_config(tmp_path / "new.yaml", model, data, tmp_path / "runs" / "new", **settings)
