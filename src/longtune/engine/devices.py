@@ -109,9 +109,9 @@ def names() -> list[str]:
     return list(_KNOWN)
 
 
-# What a model's operations reach of the rates of the plainest ones, on CUDA: products of uneven shapes; strided and mixed
-# elementwise operations; an operation with its module, adapter and autograd in Python instead of a bare one. Fitted to
-# 16 steps of two models on one H200 (bench/results/README.md).
+# What a model's operations reach of the rates of the plainest ones, on CUDA: products of uneven shapes; strided and
+# mixed elementwise operations; an operation with its module, adapter and autograd in Python instead of a bare one.
+# Fitted to 16 steps of two models on one H200 (bench/results/README.md).
 _PRODUCTS, _BANDWIDTH, _LAUNCH = 0.95, 0.54, 5.2
 
 
