@@ -141,6 +141,13 @@ def test_two_runs_are_compared(browser, server):
     assert browser.js(f"({PAINTED})('loss')") >= 3
 
 
+def test_a_config_that_cannot_run_is_started_and_says_why(browser, server):
+    browser.open(server[0])
+    browser.js("document.querySelector('[data-start=\"new.yaml\"]').click()")
+    browser.wait("document.body.innerText.includes('ended with exit code 2')", seconds=90)
+    assert "rows.jsonl" in browser.js("document.querySelector('pre').innerText")
+
+
 def test_what_a_run_says_is_text_and_never_markup(browser, server):
     browser.open(f"{server[0]}#/run/{'runs%2F%3Cb%20onclick%3Dalert(3)%3E%26amp%3B'}")
     text = browser.js("document.body.innerText")
