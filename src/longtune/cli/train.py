@@ -28,7 +28,6 @@ def train(
     """Train an adapter by CONFIG, or by options alone.
 
     \b
-    longtune train longtune.yaml
     longtune train --data pairs.jsonl --method dpo --set train.steps=60
     longtune train runs/rows --resume
 
