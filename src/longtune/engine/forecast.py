@@ -215,8 +215,9 @@ class _Places:
             if missing <= 0 or what == "rest" or len(chunks) < 4:
                 continue
             keys = sorted(chunks)
-            full, before = chunks[keys[-2]], chunks[keys[-3]]
-            step = full.plus(before.scaled(-1))
+            full, before = chunks[keys[-2]], chunks[keys[-4]]
+            # Over two chunks: blocks of keys are often filled by every other one.
+            step = full.plus(before.scaled(-1)).scaled(0.5)
             # Chunks chunks-1 .. count-2 are whole, and the last one moves that much further from its past.
             total.add(full.scaled(missing))
             total.add(step.scaled(missing * (missing + 1) / 2 + missing * last))
@@ -286,12 +287,20 @@ def _bilinear(
                 step = max(at(counts[-1], d)(name) - at(n0, d)(name) for d in depths)
                 found[name] += max(0, filling * step)
             continue
-        base = at(n0, d0)(name)
-        wide = at(counts[-1], d0)(name) - base
-        deep = at(n0, depths[-1])(name) - base
-        both = at(counts[-1], depths[-1])(name) - base - wide - deep
-        found[name] = max(0, round(base + along * wide + down * deep + along * down * both))
+        first, last = (
+            _along(at(n0, d)(name), at(counts[-1], d)(name), along, count / counts[-1]) for d in (d0, depths[-1])
+        )
+        found[name] = max(0, round(first + down * (last - first)))
     return found
+
+
+def _along(shorter: int, longer: int, steps: int, ratio: float) -> float:
+    """A class of bytes at a place, some steps of a chunk beyond the shorter row (`ratio` times the longer one).
+
+    A place's peak may come at another moment in the longer row. What is there in that one alone has come with the
+    moment: it is as many times more as the row.
+    """
+    return longer * ratio if longer and not shorter else shorter + steps * (longer - shorter)
 
 
 def _longer(places: list[_Places], phase: str, count: int, last: float) -> Work:
