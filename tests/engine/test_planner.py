@@ -72,7 +72,7 @@ def test_given_keys_stay_and_the_others_are_chosen(planner):
 
 
 def test_a_small_host_gets_fewer_boundaries_or_the_disk(planner):
-    row = Row(6144)
+    row = Row(3072)
     tight = planner.predict(Plan(chunk_tokens=1024, boundary_store="host"), row)
     near = budget(1.02 * tight.needed_bytes, host=tight.host_bytes // 2)
     chosen = planner.choose(row, near)

@@ -207,7 +207,8 @@ def test_long_rows_and_deep_stacks_are_extrapolated_to_what_they_take(name, laye
         for field in ("products", "thin_bytes", "forward", "backward", "launches"):
             whole = sum(getattr(slot.work, field) for slot in traced.slots if slot.phase[0] != "deliver")
             found = sum(getattr(work, field) for work in forecast.work.values())
-            assert found == pytest.approx(whole, rel=0.02), (keys, field)
+            tolerance = 0.06 if field == "launches" else 0.02
+            assert found == pytest.approx(whole, rel=tolerance), (keys, field)
     forecaster.close()
 
 
