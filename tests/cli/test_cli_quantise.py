@@ -83,6 +83,7 @@ def test_a_stopped_measurement_goes_on(place, monkeypatch, tmp_path):
 def test_a_mixed_model_is_written_loaded_and_trained(place, tmp_path):
     out = tmp_path / "mixed"
     arguments = ["quantise", place / "model", "--out", out, "--group-size", 32, "--sensitivity", place / "figures.json"]
+    arguments += ["--high-bits", 8]
     asked = [str(argument) for argument in [*arguments, "--target-bpw", 7.5, "--json"]]
     result = json.loads(CliRunner().invoke(app, asked).stdout)
     assert result["exit_code"] == 0, result
@@ -103,6 +104,18 @@ def test_a_mixed_model_is_written_loaded_and_trained(place, tmp_path):
     assert code == 0, output
 
 
+@pytest.mark.parametrize(("low", "widths"), [(4, {4, 5, 6, 8}), (5, {5, 6, 8})])
+def test_high_widths_are_those_above_the_low_one(low, widths, place, tmp_path):
+    figures = json.loads((place / "figures.json").read_text())
+    for number, entry in enumerate(figures):
+        entry["sensitivities"] = {str(low): 10.0**-number}
+    (tmp_path / "figures.json").write_text(json.dumps(figures))
+    arguments = ["quantise", place / "model", "--out", tmp_path / "out", "--group-size", 32, "--bits", low]
+    arguments += ["--sensitivity", tmp_path / "figures.json", "--target-bpw", 8, "--json"]
+    result = json.loads(CliRunner().invoke(app, [str(argument) for argument in arguments]).stdout)
+    assert set(result["bits"].values()) == widths
+
+
 def test_a_uniform_model_needs_no_figures(place, tmp_path):
     code, output = run(
         "quantise", place / "model", "--out", tmp_path / "u", "--group-size", 32, "--uniform", "--bits", 3
@@ -119,6 +132,7 @@ def test_a_uniform_model_needs_no_figures(place, tmp_path):
         (["--bits", 7], "no width of 7 bits"),
         (["--bits", 4, "--high-bits", 4], "is not above --bits 4"),
         ([], "comes without figures"),
+        (["--bits", 8], "8 is not above --bits 8"),
         (["--high-bits", "5,9"], "--high-bits 5,9: affine has no width of 9 bits"),
         (["--uniform", "--sensitivity", "x.json"], "uses no sensitivities"),
         (["--sensitivity", "x.json"], "x.json: can't be read"),

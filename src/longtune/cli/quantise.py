@@ -15,7 +15,7 @@ def quantise(
     model: Annotated[str, typer.Argument(help="A folder, a hub name, or smollm2.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     bits: Annotated[int, typer.Option(help="Width of most modules.")] = 4,
-    high_bits: Annotated[str, typer.Option(help="Width of the sensitive ones; several to choose from: 5,6,8.")] = "8",
+    high_bits: Annotated[str | None, typer.Option(help="Widths of sensitive ones; 5, 6 and 8 by default.")] = None,
     target_bpw: Annotated[float, typer.Option(min=0.0, help="Bits per weight of the whole model, at most.")] = 5.0,
     group_size: Annotated[int, typer.Option(min=1, help="Numbers that share a scale.")] = 64,
     sensitivity: Annotated[Path | None, typer.Option(help="Figures; the default is the model's own.")] = None,
@@ -44,7 +44,7 @@ def _quantise(
     name: str,
     out: Path,
     bits: int,
-    high_bits: str,
+    high_bits: str | None,
     target: float,
     group_size: int,
     sensitivity: Path | None,
@@ -57,7 +57,9 @@ def _quantise(
     from longtune.errors import Problem, UserError
     from longtune.quantise.writing import check_free
 
-    low, *higher = [*affine_formats(str(bits), group_size), *affine_formats(high_bits, group_size, "--high-bits")]
+    low = affine_formats(str(bits), group_size)[0]
+    wider = ",".join(str(width) for width in (5, 6, 8) if width > low.bits)
+    higher = affine_formats(high_bits or wider or "8", group_size, "--high-bits")
     if not uniform and higher[0].bits <= low.bits:
         raise UserError(Problem("--high-bits", f"{higher[0].bits} is not above --bits {low.bits}", "or use --uniform"))
     if uniform and sensitivity is not None:
