@@ -158,11 +158,11 @@ class TestChoice:
         return [kernel.name for kernel, _ in select.path_kernels(torch.device(device), dtype, name)]
 
     def test_on_cuda_whole_chunks_are_taken_by_triton_and_flash(self, monkeypatch):
-        monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(select, "triton_fault", lambda device: None)
         assert self.names("cudnn") == self.names("cuda-flash") == ["triton", "flash-varlen"]
 
     def test_without_triton_flash_takes_packed_rows_too(self, monkeypatch):
-        monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(select, "triton_fault", lambda device: "no compiler")
         assert self.names("cudnn") == ["flash-varlen"]
 
     def test_elsewhere_nothing_is_added(self):
@@ -171,3 +171,26 @@ class TestChoice:
     def test_a_kernel_asked_for_by_name_is_the_only_one(self):
         attention, choice = select.path_attention(torch.device("cpu"), torch.float32, "reference")
         assert attention.paths == () and choice.reason == "asked for"
+
+    def test_a_triton_that_does_not_run_is_said_and_not_used(self, monkeypatch):
+        pytest.importorskip("triton")
+        from longtune.attention import triton_path
+        from longtune.head import select as head_select
+        from longtune.head import triton_logits
+
+        def broken(device):
+            raise RuntimeError("Failed to find C compiler.\nSecond line")
+
+        for module, owner in ((select, triton_path), (head_select, triton_logits)):
+            monkeypatch.setattr(owner, "probe", broken)
+            module.triton_fault.cache_clear()
+            fault = module.triton_fault(torch.device("cuda", 7))
+            assert fault is not None and fault.endswith("(RuntimeError: Failed to find C compiler.)")
+
+    def test_the_probes_of_both_rooms_run(self):
+        pytest.importorskip("triton")
+        from longtune.attention import triton_path
+        from longtune.head import triton_logits
+
+        for probe in (triton_path.probe, triton_logits.probe):
+            probe(torch.device("cuda" if CUDA else "cpu"))

@@ -119,7 +119,7 @@ def test_what_it_takes_beside_a_block_kernel():
         return TritonPath(grain=grain).accepts(torch.empty(1, heads, chunk.size, width), store, chunk, score)
 
     long, many = Forest([support.random_sequence(96)]), Forest([support.random_sequence(4) for _ in range(5)])
-    assert not takes(long) and not takes(long, grain=32) and takes(long, grain=64)
+    assert not takes(long) and not takes(long, grain=32) and takes(long, grain=64) and not takes(long, grain=128)
     assert takes(many) and takes(long, Score(0.1, softcap=1.0))
     window = Score(0.1, window=8)
     assert not takes(long, window) and takes(long, window, (2, 1, 16, 24)) and takes(long, window, (2, 1, 20, 20))

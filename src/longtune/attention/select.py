@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -62,10 +63,24 @@ def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tu
     if device.type != "cuda" or name not in ("cuda-flash", "cudnn"):
         return []
     found: list[tuple[PathKernel, str]] = []
-    if importlib.util.find_spec("triton") is not None:
+    if triton_fault(device) is None:
         # Where cuDNN doesn't apply, Triton's tiles are faster than FlashAttention-2 on compute capability 9.
         grain = Cudnn().grain if name == "cudnn" else None
         use = "softcap and packed short rows" + (f", and lengths that are no multiple of {grain}" if grain else "")
         found.append((TritonPath(grain=grain), use))
     found.append((VarlenFlash(), "sliding windows" + ("" if found else " and packed short rows")))
     return found
+
+
+@cache
+def triton_fault(device: torch.device) -> str | None:
+    """Why Triton's kernels can't run on a CUDA device, or None where they do: one is tried."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from longtune.attention.triton_path import probe
+
+        probe(device)
+    except Exception as error:  # Whatever is missing (a C compiler, a driver, ...): others take its place.
+        return f"triton's kernels don't run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+    return None

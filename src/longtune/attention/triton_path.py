@@ -186,7 +186,7 @@ class TritonPath:
 
     Args:
         always: take every chunk, not only those that other kernels can't (tests, benchmarks).
-        grain: take chunks with a span whose length is no multiple of this too.
+        grain: take chunks of at least so many tokens with a span whose length is no multiple of it too.
         forced: tile sizes instead of the measured ones.
     """
 
@@ -209,7 +209,10 @@ class TritonPath:
             return v.shape[3] != k.shape[3] or k.shape[3] % 8 != 0
         if len(chunk.spans) > FEW_SPANS:
             return True
-        return self._grain is not None and any((span.end - span.start) % self._grain for span in chunk.spans)
+        # Short chunks aren't worth a kernel's compilation: an engine's own trials have six tokens.
+        if self._grain is None or chunk.size < self._grain:
+            return False
+        return any((span.end - span.start) % self._grain for span in chunk.spans)
 
     def _sizes(self, q: torch.Tensor, v: torch.Tensor, chunk: Chunk, score: Score) -> Sizes:
         return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, _cuts(chunk, score), _shared(q.device))
@@ -257,7 +260,9 @@ class TritonPath:
         # Token-major, as transformers wants it next.
         out = torch.empty(1, C, H, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(1, H, C, dtype=torch.float32, device=q.device)
-        forward_kernel[(tables.query_tiles.shape[0], H)](
+        _launch(
+            forward_kernel,
+            (tables.query_tiles.shape[0], H),
             q,
             k,
             v,
@@ -296,7 +301,9 @@ class TritonPath:
         delta = torch.empty_like(lse)
         options = self._options(q, v, score, chunk, blocks.dq)
         narrow: dict[str, Any] = {"value_width": options["value_width"], "BLOCK_E": options["BLOCK_E"], "BLOCK_M": 64}
-        delta_kernel[(-(-C // 64), H)](
+        _launch(
+            delta_kernel,
+            (-(-C // 64), H),
             dout,
             out,
             delta,
@@ -308,7 +315,9 @@ class TritonPath:
         )
         dq = torch.empty(1, C, H, q.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)
-        dq_kernel[(tables.query_tiles.shape[0], H)](
+        _launch(
+            dq_kernel,
+            (tables.query_tiles.shape[0], H),
             dout,
             q,
             k,
@@ -327,7 +336,9 @@ class TritonPath:
             H // k.shape[2],
             **options,
         )
-        dkv_kernel[(tables.key_tiles.shape[0], k.shape[2])](
+        _launch(
+            dkv_kernel,
+            (tables.key_tiles.shape[0], k.shape[2]),
             dout,
             q,
             k,
@@ -349,6 +360,23 @@ class TritonPath:
             **self._options(q, v, score, chunk, blocks.dkv),
         )
         return dq
+
+
+def _launch(kernel: Any, grid: tuple[int, int], first: torch.Tensor, *args: Any, **options: Any) -> None:
+    # Triton launches on the current device, which needn't be that of the tensors.
+    with torch.cuda.device_of(first):
+        kernel[grid](first, *args, **options)
+
+
+def probe(device: torch.device) -> None:
+    """Compile and run the smallest kernel; raises whatever is wrong with triton on a device."""
+    from longtune.attention.triton_kernels import delta_kernel
+
+    ones, found = torch.ones(16, 16, device=device), torch.empty(1, 16, device=device)
+    options = {"value_width": 16, "BLOCK_M": 16, "BLOCK_E": 16}
+    _launch(delta_kernel, (1, 1), ones, ones, found, 16, 0, 16, 0, 16, 16, **options)
+    if not bool((found == 16).all()):
+        raise RuntimeError(f"a sum of 16 ones gave {float(found[0, 0])}")
 
 
 def _cuts(chunk: Chunk, score: Score) -> bool:

@@ -31,7 +31,7 @@ def doctor(as_json: AsJson = False) -> None:
 def _doctor() -> dict[str, Any]:
     import torch
 
-    from longtune.attention.select import choose, path_kernels
+    from longtune.attention.select import choose, path_kernels, triton_fault
     from longtune.head.select import choose as choose_head
     from longtune.model.embedded import cache_folder
     from longtune.model.loading import choose_device, choose_dtype
@@ -63,6 +63,8 @@ def _doctor() -> dict[str, Any]:
     print(f"runs on    {device}, {report['cores']} cores, {report['threads']} threads")
     print(f"dtype      {why}")
     print(f"attention  {kernel.name}: {kernel.reason}")
+    if device.type == "cuda" and (fault := triton_fault(device)):
+        print(f"           no triton: {fault}")
     for name, use in beside:
         print(f"           {name}: {use}")
     print(f"head       {head.name}: {head.reason}")

@@ -53,7 +53,8 @@ class OnlineHead:
         hidden_MH = hidden_MH.to(dtype).contiguous()
         log_probs = torch.empty(token_M.numel(), dtype=torch.float32, device=hidden_MH.device)
         dhidden = None if cotangent_M is None else torch.empty_like(hidden_MH)
-        with torch.autocast(hidden_MH.device.type, enabled=False):
+        # Triton launches on the current device.
+        with torch.autocast(hidden_MH.device.type, enabled=False), torch.cuda.device_of(hidden_MH):
             for start in range(0, token_M.numel(), self.chunk):
                 own = slice(start, start + self.chunk)
                 picked, lse = self._statistics(hidden_MH[own], token_M[own])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -22,8 +23,20 @@ def choose(device: torch.device, dtype: torch.dtype) -> Choice:
         return Choice("chunked", f"the fused head needs CUDA, not {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Choice("chunked", f"the fused head takes bf16, fp16 and fp32, not {dtype}")
-    if importlib.util.find_spec("triton") is None:
-        return Choice("chunked", "triton is not installed")
-    if torch.cuda.get_device_capability(device)[0] < 7:
-        return Choice("chunked", "triton needs compute capability 7")
+    if fault := triton_fault(device):
+        return Choice("chunked", fault)
     return Choice("fused", "one pass over the logits in place, by triton")
+
+
+@cache
+def triton_fault(device: torch.device) -> str | None:
+    """Why the kernel can't run on a CUDA device, or None where it does: it is tried."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from longtune.head.triton_logits import probe
+
+        probe(device)
+    except Exception as error:  # Whatever is missing (a C compiler, a driver, ...), the chunked head takes its place.
+        return f"triton's kernels don't run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+    return None

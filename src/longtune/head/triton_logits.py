@@ -10,6 +10,8 @@ cot * scale * (onehot - p) * (1 - tanh^2), where tanh is that of the softcap (ca
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -115,8 +117,11 @@ def log_probs_and_gradient(
     narrows = dtype != logits_CV.dtype
     if narrows:
         gradient = logits_CV.view(dtype)[:, :vocabulary]
-    if rows:
-        block = min(4096, triton.next_power_of_2(vocabulary))
+    if not rows:
+        return gradient if cotangent_C is not None else None
+    block = min(4096, triton.next_power_of_2(vocabulary))
+    # Triton launches on the current device.
+    with torch.cuda.device_of(logits_CV):
         _rows_kernel[(rows,)](
             logits_CV,
             gradient,
@@ -137,3 +142,12 @@ def log_probs_and_gradient(
             num_warps=8 if block >= 2048 else 4,
         )
     return gradient if cotangent_C is not None else None
+
+
+def probe(device: torch.device) -> None:
+    """Compile and run the kernel on one row; raises whatever is wrong with triton on a device."""
+    logits = torch.zeros(1, 16, device=device)
+    token, found = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    log_probs_and_gradient(logits, token, None, found, logits.dtype, bias_V=None, scale=1.0, softcap=None)
+    if not abs(float(found) + math.log(16)) < 1e-4:
+        raise RuntimeError(f"the log-prob of one of 16 equal logits was {float(found)}")
