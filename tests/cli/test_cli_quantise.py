@@ -108,7 +108,7 @@ def test_a_mixed_model_is_written_loaded_and_trained(place, tmp_path):
 def test_high_widths_are_those_above_the_low_one(low, widths, place, tmp_path):
     figures = json.loads((place / "figures.json").read_text())
     for number, entry in enumerate(figures):
-        entry["sensitivities"] = {str(low): 10.0**-number}
+        entry["sensitivities"] = {str(low): 2.0**-number}
     (tmp_path / "figures.json").write_text(json.dumps(figures))
     arguments = ["quantise", place / "model", "--out", tmp_path / "out", "--group-size", 32, "--bits", low]
     arguments += ["--sensitivity", tmp_path / "figures.json", "--target-bpw", 8, "--json"]
