@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def test_gradients_of_packed_trees():
     """gemma2: softcaps in attention and head, sliding windows in every other layer."""
-    model = support.with_lora(support.tiny_model("gemma2", torch.float32, num_hidden_layers=2)).to(DEVICE)
+    model = support.with_lora(support.tiny_model("gemma2", torch.float32)).to(DEVICE)
     forest = Forest([support.pair_tree(9, (3, 5)), support.random_sequence(2)])
     found = {}
     for attention in ("reference", "triton"):
