@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--compare-tokens", type=int, default=1024)
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--high-bits", type=int, nargs="+", default=[8], help="widths of the sensitive modules")
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
         return {"bits_per_weight": widths.bits_per_weight, "megabytes": size / 1e6, "kl": kl}
 
     runs = []
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         start = time.process_time()
         samples = draw(trees, "measured", args.tokens, args.row_tokens, seed)
         figures = measure(wide.model, samples, [(unit, LOW) for unit in units])
