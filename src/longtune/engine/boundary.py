@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -164,7 +164,7 @@ def _pin(memory: torch.Tensor, pages: mmap.mmap) -> str | None:
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(torch.Tensor.zero_, memory.chunk(workers)))
-    runtime = torch.cuda.cudart()
+    runtime = cast(Any, torch.cuda.cudart())
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error) != 0:
         return str(error)

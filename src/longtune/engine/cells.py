@@ -5,6 +5,7 @@ Which cell runs when is the business of `walk.py`; where its input comes from th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -137,7 +138,7 @@ class Cells:
             return Graph(inputs, self._run(self._cell(layer, c, kept=kept), inputs[0], call, self._compiles(layer, c)))
 
     @staticmethod
-    def gradients(graph: Graph, doutput: torch.Tensor, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def gradients(graph: Graph, doutput: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients of a graph's inputs, then of `parameters`; None where there is none."""
         return _gradients([graph.output], [doutput], [*graph.inputs, *parameters])
 
@@ -148,7 +149,7 @@ class Cells:
         hidden: torch.Tensor,
         kept: Attention | None,
         doutput: torch.Tensor,
-        parameters: list[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """As `graph` and `gradients`, with the graphs behind and before the attention call alive one after the other.
 

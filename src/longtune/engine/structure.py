@@ -74,7 +74,7 @@ class MaskRequest:
         return True
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are one (on the meta device too, where every address is zero)."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
