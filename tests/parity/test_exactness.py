@@ -14,18 +14,22 @@ from tests import support
 
 MODELS = ["clean_llama", *support.ARCHITECTURES]
 STORES = itertools.cycle(("device", "host", "disk"))
-PLANS = [
-    Plan(chunk_tokens=chunk, layers_per_segment=layers, boundary_store=store)
-    for chunk, layers, store in itertools.product((1, 5, None), (1, 2, None), ("device", "host"))
-] + [
-    Plan(chunk_tokens=chunk, layers_per_segment=layers, keep=keep, keep_layers=last, boundary_store=next(STORES))
-    for chunk, layers, keep, last in itertools.product(
-        (4, None), (1, 2), ("kv", "attention", "everything"), (None, 1, 2)
-    )
-] + [
-    Plan(chunk_tokens=chunk, layers_per_segment=2, keep=keep, boundary_store=next(STORES), halves=True)
-    for chunk, keep in itertools.product((4, None), ("nothing", "attention"))
-]
+PLANS = (
+    [
+        Plan(chunk_tokens=chunk, layers_per_segment=layers, boundary_store=store)
+        for chunk, layers, store in itertools.product((1, 5, None), (1, 2, None), ("device", "host"))
+    ]
+    + [
+        Plan(chunk_tokens=chunk, layers_per_segment=layers, keep=keep, keep_layers=last, boundary_store=next(STORES))
+        for chunk, layers, keep, last in itertools.product(
+            (4, None), (1, 2), ("kv", "attention", "everything"), (None, 1, 2)
+        )
+    ]
+    + [
+        Plan(chunk_tokens=chunk, layers_per_segment=2, keep=keep, boundary_store=next(STORES), halves=True)
+        for chunk, keep in itertools.product((4, None), ("nothing", "attention"))
+    ]
+)
 
 
 def build(name: str) -> tuple[torch.nn.Module, float]:
