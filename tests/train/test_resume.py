@@ -120,10 +120,52 @@ def test_what_somebody_else_put_beside_the_checkpoints_stays(stopped):
     assert not [event for event in seen if event["event"] == "warning"]
 
 
-def test_a_damaged_note_of_the_environment_is_named(stopped):
-    (stopped / "environment.json").write_text('{"data": ')
-    with pytest.raises(UserError, match=r"environment\.json: is damaged"):
+@pytest.mark.parametrize("text", ["", '{"data": ', "[]", "3", "null"])
+@pytest.mark.parametrize("name", ["environment.json", "plan.json"])
+def test_a_damaged_note_of_the_run_is_named(stopped, name, text):
+    (stopped / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}: is damaged .* put it back"):
         train(load_config(stopped), resume=True)
+
+
+@pytest.mark.parametrize(
+    "plan", ["{}", '{"reason": "x"}', '{"plan": [], "reason": "x"}', '{"plan": {"x": 1}, "reason": ""}']
+)
+def test_a_plan_that_is_none_is_named(stopped, plan):
+    (stopped / "plan.json").write_text(plan)
+    with pytest.raises(UserError, match=r"plan\.json: (is damaged|holds no plan)"):
+        train(load_config(stopped), resume=True)
+
+
+def test_what_somebody_removed_of_a_run_s_description_is_written_again(stopped, unbroken):
+    config = load_config(stopped)
+    for name in ("config.yaml", "environment.json", "plan.json"):
+        (stopped / name).unlink()
+    train(config, resume=True)
+    assert adapter_bytes(stopped) == adapter_bytes(unbroken)
+    assert load_config(stopped).digest == load_config(unbroken).digest
+    assert json.loads((stopped / "plan.json").read_text())["measured"]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"event": 1}',
+        '{"event": "train"}',
+        '{"event": "train", "step": "x"}',
+        '{"event": "validation", "step": [1]}',
+        '{"event": "warning"}',
+        "\0\0\0",
+    ],
+)
+def test_a_line_that_is_no_event_keeps_no_run_from_going_on(stopped, line):
+    with (stopped / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    train(load_config(stopped, ["train.stop_after=1e-6"]), resume=True)
 
 
 def test_what_may_differ_is_said(stopped):
@@ -226,6 +268,19 @@ def test_a_measurement_that_the_log_has_is_not_written_twice(tmp_path):
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(e["event"], e["step"]) for e in lines[2:]] == [("resumed", 2), ("validation", 4)]
+
+
+def test_a_run_is_done_also_when_a_listener_failed_at_its_end(model, data, tmp_path):
+    config = load_config(write_config(tmp_path / "run.yaml", model, data, tmp_path / "run", steps=2))
+
+    def broken(event):
+        if event["event"] == "done":
+            raise ConnectionError("no route to host")
+
+    train(config, broken)
+    assert read_events(tmp_path / "run")[-1]["event"] == "warning"
+    with pytest.raises(UserError, match="this run is done"):
+        train(config, resume=True)
 
 
 def test_keep_best_needs_validation_data_and_a_metric_that_the_method_has(model, data, tmp_path):

@@ -157,14 +157,24 @@ class EventLog:
 
 
 def last_kind(path: Path) -> str | None:
-    """Kind of the last event in a log; None without one, or where its line is torn."""
+    """Kind of the last event in a log, warnings left out (a listener may fail at the end); None without one, or where
+    its line is torn."""
     if not path.exists():
         return None
-    lines = path.read_bytes().splitlines()
+    for line in reversed(path.read_bytes().splitlines()):
+        event = _event(line)
+        if event is None or event["event"] != "warning":
+            return event and event["event"]
+    return None
+
+
+def _event(line: bytes) -> Event | None:
+    """The event that a line holds; None where it holds none."""
     try:
-        return orjson.loads(lines[-1])["event"] if lines else None
+        event = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def _survey(path: Path) -> tuple[int, int, set[tuple[str, int]], bool]:
@@ -175,18 +185,15 @@ def _survey(path: Path) -> tuple[int, int, set[tuple[str, int]], bool]:
     line = b"\n"
     with path.open("rb") as file:
         for line in file:
-            try:
-                event = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
-            if not isinstance(event, dict):
+            event = _event(line)
+            if event is None:
                 continue
             events += 1
-            kind = event.get("event")
-            if kind == "train":
-                last = max(last, event["step"])
-            elif kind in ("validation", "samples"):
-                measured.add((kind, event["step"]))
+            kind, step = event["event"], event.get("step")
+            if kind == "train" and isinstance(step, int):
+                last = max(last, step)
+            elif kind in ("validation", "samples") and isinstance(step, int):
+                measured.add((kind, step))
     return events, last, measured, not line.endswith(b"\n")
 
 

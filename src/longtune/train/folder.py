@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,10 @@ class RunFolder:
         found = (self.path / name for name in _MARKS if (self.path / name).exists())
         return any(mark != self.events or mark.stat().st_size for mark in found)
 
+    def is_described(self) -> bool:
+        """Whether the files that describe the run are there."""
+        return all(file.exists() for file in (self.config, self.environment, self.plan))
+
     def check_new(self) -> None:
         """Raises UserError where a new run can't go."""
         if self.path.exists() and not self.path.is_dir():
@@ -116,11 +120,7 @@ class RunFolder:
         """
         if not self.environment.exists():
             return []
-        try:
-            before = _flat(read_json(self.environment))
-        except ValueError as error:
-            fix = "put it back from a copy, or remove it to resume without that comparison"
-            raise UserError(Problem(str(self.environment), f"is damaged ({error})", fix)) from None
+        before = _flat(_mapping(self.environment, "resume without that comparison"))
         now = _flat(facts)
         fixed = {"data.train": "train data", "data.valid": "valid data", "model": "base model"}
         problems = [
@@ -136,6 +136,16 @@ class RunFolder:
             for key in told
             if before.get(key, now[key]) != now[key]
         ]
+
+    def stored_plan(self) -> dict[str, Any] | None:
+        """What plan.json holds; None where the run didn't get that far.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        if not self.plan.exists():
+            return None
+        return _mapping(self.plan, "have the run planned anew (other chunks have other dropout)", ("plan", "reason"))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -155,6 +165,19 @@ class RunFolder:
                 fix = "choose an output on a file system that has locks"
                 raise UserError(Problem(str(self.path), reason, fix)) from None
             yield
+
+
+def _mapping(path: Path, without: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """A JSON object of the run that has `keys`; raises UserError where it is damaged."""
+    try:
+        values = read_json(path)
+        lacking = ["no object"] if not isinstance(values, dict) else [f"no {key}" for key in keys if key not in values]
+        if not lacking:
+            return values
+        why = lacking[0]
+    except ValueError as error:
+        why = str(error)
+    raise UserError(Problem(str(path), f"is damaged ({why})", f"put it back from a copy, or remove it to {without}"))
 
 
 def _is_free(key: str) -> bool:

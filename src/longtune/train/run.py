@@ -109,9 +109,9 @@ def train(
         files.remove_leftovers(folder.path, [".*.tmp", ".adapter-*"])
         tracking = trackers.Tracking(folder.path, config, events, resumed=resume and not events.is_new)
         stack.enter_context(contextlib.closing(tracking))
-        if events.is_new:
+        if events.is_new or not folder.is_described():
             try:
-                _write_start(folder, config, prepared, facts)
+                _write_start(folder, config, prepared, facts, anew=events.is_new)
             except OSError as error:
                 fix = "make room, and start it again with --resume"
                 raise UserError(
@@ -435,9 +435,14 @@ def _rows_seen(batches: Batcher, count: int, most: int) -> list[int]:
     return sorted(rows)
 
 
-def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts: dict[str, Any]) -> None:
-    files.write_text(folder.config, config.anchored().to_yaml())
-    files.write_json(folder.environment, facts)
+def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts: dict[str, Any], anew: bool) -> None:
+    """Writes what describes the run; with `anew` false only what somebody removed of it."""
+    if anew or not folder.config.exists():
+        files.write_text(folder.config, config.anchored().to_yaml())
+    if anew or not folder.environment.exists():
+        files.write_json(folder.environment, facts)
+    if not anew and folder.plan.exists():
+        return
     plan = {
         "memory": config.to_dict()["memory"],
         "reason": prepared.planned.reason,
@@ -449,10 +454,14 @@ def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts
 
 def _stored_plan(folder: RunFolder) -> Planned | None:
     """The plan that a run was walked by last; None where it didn't get that far."""
-    if not folder.plan.exists():
+    stored = folder.stored_plan()
+    if stored is None:
         return None
-    stored = files.read_json(folder.plan)
-    return Planned(Plan(**stored["plan"]), stored["reason"], stored.get("predicted"))
+    try:
+        return Planned(Plan(**stored["plan"]), stored["reason"], stored.get("predicted"))
+    except TypeError as error:
+        fix = "resume with the version that wrote it, or remove it to have the run planned anew"
+        raise UserError(Problem(str(folder.plan), f"holds no plan that is known here ({error})", fix)) from None
 
 
 def _short(predicted: dict[str, Any] | None) -> dict[str, Any] | None:
