@@ -112,15 +112,20 @@ def test_before_the_first_step_nothing_is_known():
         {"event": "samples", "items": "none"},
         {"event": "of a newer version", "step": 3, "values": {}},
         {"event": "resumed"},
+        {"event": "resumed", "step": "2"},
+        {"event": "resumed", "step": None},
+        {"event": "resumed", "step": -1},
         {"event": "meta", "steps": "many", "t": "now"},
         {"event": "checkpoint", "step": 2},
         {"event": "done"},
     ],
 )
 def test_a_foreign_event_breaks_nothing(event):
-    state = fed([meta(10), train(1), event, train(2)])
+    events = [meta(10), train(1), event, train(2), {"event": "resumed", "step": 2}]
+    state = fed(events)
     assert state.train.last("loss") is not None
     assert state.steps == 10
+    assert told(fed(clean(events))) == told(state)
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"3", b'{"event":3}', b'{"no":1}', b"\xff\xfe", b'"x"'])

@@ -226,6 +226,28 @@ def test_the_page_asks_no_other_machine_and_makes_no_markup_of_text(client):
         assert file.name != "index.html" or "<style" not in text
 
 
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', f"0x{'f' * 6000}", "1e400", ".nan", "!!set {a}", "!!binary aGVs", "2001-01-01"]
+)
+def test_a_config_with_values_that_are_not_text_leaves_the_answers_whole(root, client, value):
+    text = f"data: x\nmodel: {value}\nlora: {{rank: {value}}}\n"
+    (root / "runs" / "a" / "config.yaml").write_text(text)
+    (root / "odd.yaml").write_text(text)
+    assert {"new.yaml", "odd.yaml"} <= {config["config"] for config in got(client, "/api/configs")}
+    rows = got(client, "/api/diff", run=["runs/a", "runs/b"])["rows"]
+    assert "model" in {row["key"] for row in rows}
+
+
+def test_a_folder_whose_name_is_no_text_is_served(tmp_path):
+    import os
+
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+    write_run(root / "a", run_events(3))
+    with TestClient(make_app(Served(root), Policy.of("127.0.0.1")), base_url="http://127.0.0.1") as client:
+        assert got(client, "/api/runs")["root"].endswith("caf?")
+        assert got(client, "/api/run", run="a")["step"] == 3
+
+
 def test_yaml_with_aliases_or_objects_is_not_read():
     assert read_yaml("a: &x [1]\nb: *x\n") is None
     assert read_yaml("a: !!python/object/apply:os.system [ls]\n") is None

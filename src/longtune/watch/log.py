@@ -27,10 +27,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def clean(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Takes out what a resume made void: ends before it, and events of steps that were taken again."""
+    """Takes out what a resume made void: ends before it, and events of steps that were taken again; and events whose
+    step is none (a broken line)."""
     kept: list[dict[str, Any]] = []
     for event in events:
+        step = event.get("step", 0)
+        if not isinstance(step, int) or step < 0:
+            continue
         if event["event"] == "resumed":
-            kept = [old for old in kept if old["event"] not in ENDS and old.get("step", 0) <= event["step"]]
+            kept = [old for old in kept if old["event"] not in ENDS and old.get("step", 0) <= step]
         kept.append(event)
     return kept

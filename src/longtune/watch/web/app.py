@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from longtune.watch.runs import as_text
 from longtune.watch.web.guard import Guard, Policy
 from longtune.watch.web.jobs import Jobs, Refused
 from longtune.watch.web.served import Served, Unknown
@@ -42,7 +43,7 @@ def make_app(served: Served, policy: Policy, jobs: Jobs | None = None) -> Starle
     streams: set[object] = set()
 
     def runs(request: Request) -> Response:
-        return _json({"root": str(served.root), "may_start": served.may_start, "runs": served.overview()})
+        return _json({"root": as_text(str(served.root)), "may_start": served.may_start, "runs": served.overview()})
 
     def run(request: Request) -> Response:
         return _json(served.page(_name(request)))

@@ -195,7 +195,8 @@ class Served:
             values = read_yaml(_text(file))
             if not isinstance(values, dict) or "data" not in values:
                 continue
-            told = {key: values[key] for key in ("model", "method", "output") if isinstance(values.get(key), str)}
+            keys = ("model", "method", "output")
+            told = {key: as_text(values[key]) for key in keys if isinstance(values.get(key), str)}
             described.append({"config": name, **told})
         return described
 
@@ -263,9 +264,16 @@ def flat(values: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(values, dict) and values:
         found: dict[str, str] = {}
         for key, value in values.items():
-            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+            found |= flat(value, f"{prefix}.{_leaf(key)}" if prefix else _leaf(key))
         return found
-    return {prefix: "null" if values is None else str(values)} if prefix else {}
+    return {prefix: "null" if values is None else _leaf(values)} if prefix else {}
+
+
+def _leaf(value: Any) -> str:
+    try:
+        return as_text(str(value))
+    except ValueError:
+        return "a number too long to print"
 
 
 def _items(event: dict[str, Any]) -> list[Any]:
