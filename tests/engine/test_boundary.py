@@ -71,6 +71,21 @@ def test_sections_have_keys_of_their_own_and_one_memory(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
+def test_what_a_section_keeps_outlives_the_store(kind, tmp_path):
+    store = make_store(kind, DEVICE, tmp_path)
+    section = store.section()
+    kept = {number: torch.full((100,), float(number), device=DEVICE) for number in range(6)}
+    for number in range(3):
+        section.put(number, kept[number])
+    store.close()
+    for number in range(3):
+        section.put(number + 3, kept[number + 3])
+        if number < 2:
+            assert torch.equal(section.take(number), kept[number])
+    assert all(torch.equal(section.take(number), kept[number]) for number in range(2, 6))
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
 def test_rows_of_any_lengths_cost_no_more_than_the_largest(kind, tmp_path):
     store = make_store(kind, DEVICE, tmp_path)
     generator = torch.Generator().manual_seed(0)

@@ -199,6 +199,30 @@ def test_the_walk_frees_what_it_kept_when_a_step_fails():
     assert support.worst(walk_gradients(engine, forest), truth) < 1e-9
 
 
+@pytest.mark.parametrize("store", ["device", "host", "disk"])
+def test_a_walk_goes_on_as_it_began_when_the_plan_changes(store):
+    model = support.with_lora(support.clean_llama())
+    forest = Forest([support.random_sequence(23), support.pair_tree(9, (4, 5))])
+    cotangent = -forest.targets.weight.double()
+    truth = support.oracle_gradients(model, forest, cotangent)
+    engine = Engine(model)
+    others = [Plan(boundary_store=other, head_chunk=2) for other in ("device", "host", "disk")]
+    for keep, at in itertools.product(("nothing", "kv", "attention", "everything"), (1, 2)):
+        engine.set_plan(Plan(chunk_tokens=4, layers_per_segment=2, keep=keep, boundary_store=store))
+        walk = engine.walk(forest, (0, 0), grad=True)
+        steps = [walk.forward, lambda: walk.head(cotangent), walk.backward]  # noqa: B023
+        for number, step in enumerate(steps):
+            if number == at:
+                for other in others:
+                    engine.set_plan(other)
+            step()
+        walk.sums.deliver()
+        found = support.gradients(model)
+        model.zero_grad()
+        assert support.worst(found, truth) < 1e-6, (keep, at)
+    engine.close()
+
+
 def test_chunked_masks_are_refused():
     config = AutoConfig.for_model(
         "llama4_text",

@@ -200,6 +200,24 @@ def test_a_budget_plans_batches_and_changes_no_number(model):
     assert support.worst(found, truth) < 1e-6
 
 
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_forwards_that_wait_for_one_backward_keep_what_is_theirs_when_the_plan_changes(model, store):
+    short, long = batch()[:1, :5], batch()
+    both = lambda: model(input_ids=short, labels=short).loss + model(input_ids=long, labels=long).loss  # noqa: E731
+    model.zero_grad()
+    both().backward()
+    truth = support.gradients(model)
+    model.zero_grad()
+    plan = longtune.Plan(chunk_tokens=1, layers_per_segment=2, boundary_store=store)
+    with longtune.stream(model, plan) as handle:
+        first = model(input_ids=short, labels=short).loss
+        handle.plan = longtune.Plan(chunk_tokens=3, boundary_store="device")
+        (first + model(input_ids=long, labels=long).loss).backward()
+        found = support.gradients(model)
+        model.zero_grad()
+    assert support.worst(found, truth) < 1e-6
+
+
 def test_a_budget_that_nothing_fits_is_refused_by_the_forward(model):
     ids = batch()
     with longtune.stream(model, memory=10**6), pytest.raises(longtune.DoesNotFit, match="28 tokens"):

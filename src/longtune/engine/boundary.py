@@ -142,9 +142,10 @@ class Arena:
             self._current = self._used = 0
 
     def close(self) -> None:
+        """Forget the slabs. Buffers that are still out keep theirs, and may still come back."""
         self._free.clear()
         self._slabs.clear()
-        self._current = self._used = self._out = 0
+        self._current = self._used = 0
 
 
 def _pages(size: int) -> mmap.mmap:
@@ -406,9 +407,8 @@ class DiskStore(HostStore):
 
     def close(self) -> None:
         super().close()
+        # The thread ends with the last section: one that is still walked needs it.
         self._staging.close()
-        if self._thread is not None:
-            self._thread.shutdown()
 
 
 def make_store(kind: str, device: torch.device, scratch: Path | None = None) -> Store:
