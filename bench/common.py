@@ -68,6 +68,23 @@ def with_checkpointing(model: torch.nn.Module, rank: int = RANK) -> torch.nn.Mod
     return wrapped
 
 
+def chunked_loss(hidden_TH: torch.Tensor, tokens_T: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross-entropy, in checkpointed chunks of 4,096 tokens."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def loss_of(hidden: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden, head_VH).float()
+        return torch.nn.functional.cross_entropy(logits, label, reduction="sum")
+
+    hidden_TH, labels = hidden_TH[:-1], tokens_T[1:]
+    loss = torch.zeros((), device=tokens_T.device)
+    for start in range(0, hidden_TH.shape[0], 4096):
+        part = slice(start, start + 4096)
+        loss = loss + checkpoint(loss_of, hidden_TH[part], labels[part], use_reentrant=False)
+    return loss / hidden_TH.shape[0]
+
+
 def preference_tree(prompt: int, answer: int, vocab: int, *, shared: bool, prompt_targets: bool = True) -> Tree:
     """A random prompt with two answers of the same length: on one tree, or as two whole sequences.
 

@@ -27,9 +27,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import LINEARS, RANK, SHAPES, build, machine, with_checkpointing
+from common import LINEARS, RANK, SHAPES, build, chunked_loss, machine, with_checkpointing
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from longtune.engine import Engine, Plan
 from longtune.engine.cells import Cells, Graph
@@ -59,22 +58,14 @@ def stock(shape: str) -> Callable[[torch.Tensor], float]:
     apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
     model = build(shape, DEVICE)
     wrapped = with_checkpointing(model)
-    head = model.lm_head.weight
-
-    def loss_of(hidden: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        logits = torch.nn.functional.linear(hidden, head).float()
-        return torch.nn.functional.cross_entropy(logits, label, reduction="sum")
 
     def step(tokens: torch.Tensor) -> float:
         with OffloadActivations():
-            hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
-        loss = torch.zeros((), device=tokens.device)
-        for start in range(0, hidden.shape[0], 4096):
-            part = slice(start, start + 4096)
-            loss = loss + checkpoint(loss_of, hidden[part], tokens[1:][part], use_reentrant=False)
-        (loss / hidden.shape[0]).backward()
+            hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        loss = chunked_loss(hidden, tokens, model.lm_head.weight)
+        loss.backward()
         wrapped.zero_grad()
-        return float(loss / hidden.shape[0])
+        return float(loss.detach())
 
     return step
 

@@ -14,8 +14,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from common import RANK, SHAPES, build, machine, measure, with_checkpointing
-from torch.utils.checkpoint import checkpoint
+from common import RANK, SHAPES, build, chunked_loss, machine, measure, with_checkpointing
 
 from longtune.engine import Engine, Plan
 from longtune.model.adapters import add_lora
@@ -26,21 +25,13 @@ from longtune.tree import Forest, Tree
 def checkpointed(model: torch.nn.Module) -> Callable[[torch.Tensor], float]:
     """transformers + PEFT + gradient checkpointing; cross-entropy in checkpointed chunks of 4,096 tokens."""
     wrapped = with_checkpointing(model)
-    head = model.lm_head.weight
-
-    def loss_of(hidden: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        logits = torch.nn.functional.linear(hidden, head).float()
-        return torch.nn.functional.cross_entropy(logits, label, reduction="sum")
 
     def step(tokens: torch.Tensor) -> float:
-        hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
-        loss = torch.zeros((), device=tokens.device)
-        for start in range(0, hidden.shape[0], 4096):
-            part = slice(start, start + 4096)
-            loss = loss + checkpoint(loss_of, hidden[part], tokens[1:][part], use_reentrant=False)
-        (loss / hidden.shape[0]).backward()
+        hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        loss = chunked_loss(hidden, tokens, model.lm_head.weight)
+        loss.backward()
         wrapped.zero_grad()
-        return float(loss / hidden.shape[0])
+        return float(loss.detach())
 
     return step
 
