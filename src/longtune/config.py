@@ -182,6 +182,8 @@ class MemoryPlan(_Section):
     """What the forward keeps so that the backward need not recompute it."""
     keep_layers: Positive | None = None
     """The last layers to which keep applies; null is all."""
+    halves: bool = False
+    """Run the backward of a cell in two parts, so that less is alive at once; computes queries, keys and values again."""
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def test_how_a_step_is_cut_into_micro_batches_does_not_matter(make_config, tmp_p
 PLANS = [
     {"chunk_tokens": 16, "boundary_store": "host", "keep": "attention"},
     {"chunk_tokens": 7, "boundary_store": "disk", "keep": "kv"},
-    {"chunk_tokens": 16, "boundary_store": "host", "layers_per_segment": 2, "head_chunk": 3},
+    {"chunk_tokens": 16, "boundary_store": "host", "layers_per_segment": 2, "head_chunk": 3, "halves": True},
     {"chunk_tokens": None, "boundary_store": "disk", "layers_per_segment": None, "keep": "attention", "keep_layers": 1},
     {"chunk_tokens": 30, "keep": "everything"},
     {"chunk_tokens": 9, "boundary_store": "host", "keep": "everything", "keep_layers": 1, "head_chunk": None},
