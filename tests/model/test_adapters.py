@@ -1,6 +1,7 @@
 """Adapters: PEFT's files and PEFT's numbers, fp32 masters, and states that come back exactly."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 from longtune.errors import UserError
+from longtune.model.adapter_files import read_updates
 from longtune.model.adapters import (
     adapters_disabled,
     add_lora,
@@ -204,6 +206,31 @@ def test_what_is_no_whole_adapter_is_refused(tmp_path):
     save_file(tensors, weights)
     with pytest.raises(UserError, match="has no tensor"):
         load_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("r", value) for value in (0, -1, "4", None, [4], True)),
+        *(("lora_alpha", value) for value in (None, "8", [8], math.inf)),
+        *(("rank_pattern", value) for value in ([1], "x", {"q_proj": 0}, {"q_proj": "4"}, {"q_proj": None}, {"(": 4})),
+        *(("alpha_pattern", value) for value in ([1], {"q_proj": None}, {"*": 4})),
+    ],
+)
+def test_settings_that_give_no_scale_are_named(key, value, tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(UserError, match=rf"adapter_config\.json: {key}.* (not|no) "):
+        read_updates(tmp_path / "a")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000])
+def test_a_config_that_is_none_is_named(text, tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"adapter_config\.json: can't be read"):
+        read_updates(tmp_path / "a")
 
 
 @pytest.mark.parametrize(("alpha", "rslora"), [(8, False), (32, False), (8, True)])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,11 +125,34 @@ def read_config(path: Path) -> LoraConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Keys of a newer PEFT are said to be ignored; the weights decide.
             config = PeftConfig.from_pretrained(str(path), local_files_only=True)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(Problem(place, f"can't be read ({error})")) from error
     if not isinstance(config, LoraConfig):
         raise UserError(Problem(place, f"is a {config.peft_type} adapter, not LoRA"))
+    if problems := [Problem(place, f"{key} {reason}") for key, reason in _faults(config)]:
+        raise UserError(problems)
     return config
+
+
+def _faults(config: LoraConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of what ranks and scales are computed from; PEFT takes any value."""
+    counts = lambda value: type(value) is int and value > 0  # noqa: E731
+    numbers = lambda value: type(value) in (int, float) and math.isfinite(value)  # noqa: E731
+    for key, whole, fits, kind in (
+        ("r", "rank_pattern", counts, "a count of at least 1"),
+        ("lora_alpha", "alpha_pattern", numbers, "a number"),
+    ):
+        patterns = getattr(config, whole) or {}
+        if not isinstance(patterns, dict):
+            yield whole, f"is {patterns!r}, no mapping"
+            patterns = {}
+        for name, value in {None: getattr(config, key), **patterns}.items():
+            if not fits(value):
+                yield (key if name is None else f"{whole}: {name}"), f"is {value!r}, not {kind}"
+            try:
+                re.compile(name or "")
+            except re.error as error:
+                yield f"{whole}: {name}", f"is no pattern ({error})"
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
