@@ -183,7 +183,7 @@ class MemoryPlan(_Section):
     keep_layers: Positive | None = None
     """The last layers to which keep applies; null is all."""
     halves: bool = False
-    """Run the backward of a cell in two parts, so that less is alive at once; computes queries, keys and values again."""
+    """Run a cell's backward in two parts: less is alive at once, queries, keys and values are computed again."""
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
