@@ -249,12 +249,14 @@ def _check_folder(folder: Path, place: str) -> None:
         if ggufs:
             raise UserError(Problem(place, "holds GGUF weights and no config.json", f"name the file: {ggufs[0]}"))
         problems.append(Problem(place, "has no config.json", "name the folder that the model was saved to"))
+    else:
+        read_config(folder)
     weights = list(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            listed = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            listed = {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(Problem(str(index), f"can't be read ({error})", "download it again")) from None
         missing = sorted(listed - {file.name for file in weights})
         if missing:

@@ -246,6 +246,11 @@ DAMAGE = {
         lambda t: {**t, f"{UP}.scales": torch.zeros(96, 4)},
         [rf"{UP}.weight.*groups of 16|{UP}.weight: biases are"],
     ),
+    "a weight is one number": (
+        lambda t: {**t, f"{UP}.weight": t[f"{UP}.weight"][0, 0].clone()},
+        [f"{UP}.weight: scales"],
+    ),
+    "a scale is one number": (lambda t: {**t, f"{UP}.scales": torch.tensor(1.0)}, [f"{UP}.weight: scales"]),
     "something is left over": (
         lambda t: {**t, "model.layers.9.mlp.up_proj.weight": torch.ones(2)},
         ["model.layers.9.mlp.up_proj.weight: has no place"],
@@ -290,6 +295,10 @@ def test_a_tensor_that_only_the_index_knows_is_named(broken):
     [
         ({"bits": 4, "group_size": 32, "mode": "int4"}, "unknown mode 'int4'"),
         ({"bits": 7, "group_size": 32}, "no width of 7 bits"),
+        ({"bits": 4, "group_size": 32, "mode": ["affine"]}, "unknown mode|no format"),
+        ({"bits": [4], "group_size": 32}, "no format"),
+        ({"bits": 4, "group_size": {"__float__": "Infinity"}}, "no format"),
+        ({"bits": {"__float__": "NaN"}, "group_size": 32}, "integer"),
         ("yes", "neither a format nor false"),
     ],
 )
@@ -299,11 +308,32 @@ def test_an_entry_that_means_nothing_is_named(entry, reason, broken):
         load(broken)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"model_type": "nothing", "quantization": {"bits": 4}}'])
+@pytest.mark.parametrize("listed", ["", "3", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
+def test_an_index_that_can_not_be_used(listed, broken):
+    (broken / "model.safetensors.index.json").write_text(listed)
+    for read in (load, lambda folder: load_model(str(folder), device="cpu")):
+        with pytest.raises(UserError, match=r"index\.json: can't be read"):
+            read(broken)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("hidden_act", "nope"), ("hidden_size", 0), ("vocab_size", 0), ("text_config", "x")]
+)
+def test_a_config_of_which_no_model_can_be_made(key, value, broken):
+    file = broken / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(UserError, match=r"config|weight"):
+        load(broken)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "{", "[" * 100_000, '{"model_type": "nothing", "quantization": {"bits": 4}}']
+)
 def test_a_config_that_can_not_be_used(text, broken):
     (broken / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json"):
-        load(broken)
+    for read in (load, lambda folder: load_model(str(folder), device="cpu")):
+        with pytest.raises(UserError, match=r"config\.json"):
+            read(broken)
 
 
 def test_floats_that_json_has_no_word_for():

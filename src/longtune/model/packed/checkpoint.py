@@ -51,7 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         values = decode_floats(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(str(file), f"can't be read ({error})", "download it again")) from None
     if not isinstance(values, dict):
         raise UserError(Problem(str(file), "holds no keys", "download it again"))
@@ -124,8 +124,8 @@ class Shards:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file() and not problems:
             try:
-                listed = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+                listed = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
                 problems.append(Problem(str(index), f"can't be read ({error})", "download it again"))
             else:
                 lost = sorted(set(listed) - set(self._names))
@@ -187,15 +187,21 @@ def format_of(path: str, columns: int, shards: Shards, quantisation: dict[str, A
         entry = quantisation
     if isinstance(entry, dict):
         mode = entry.get("mode") or "affine"
-        bits, group = _DEFAULTS.get(mode, (0, 0))
-        return Format(cast(Any, mode), int(entry.get("bits") or bits), int(entry.get("group_size") or group))
+        bits, group = _DEFAULTS.get(str(mode), (0, 0))
+        try:
+            return Format(cast(Any, mode), int(entry.get("bits") or bits), int(entry.get("group_size") or group))
+        except (TypeError, OverflowError):
+            raise ValueError(f"its entry in the config is {entry!r}, which is no format") from None
     if entry is not None:
         raise ValueError(f"its entry in the config is {entry!r}, neither a format nor false")
     if f"{path}.scales" not in shards:
         if shards.is_integer(f"{path}.weight"):
             raise ValueError(f"is packed, and {path}.scales is missing")
         return None
-    groups, words = shards.shape(f"{path}.scales")[-1], shards.shape(f"{path}.weight")[-1]
+    shapes = shards.shape(f"{path}.scales"), shards.shape(f"{path}.weight")
+    if not (shapes[0] and shapes[1] and columns):
+        raise ValueError(f"scales of {shapes[0]} and words of {shapes[1]} are no packed rows of {columns}")
+    groups, words = shapes[0][-1], shapes[1][-1]
     if not groups or columns % groups:
         raise ValueError(f"{groups} scales don't divide a row of {columns}")
     if words * 32 % columns:

@@ -82,8 +82,9 @@ def _empty_model(folder: Path, config: dict[str, Any], *, text_only: bool, dtype
         with torch.device("meta"):
             # Packed experts are computed one at a time, which is how transformers' eager experts ask for them.
             return AutoModelForCausalLM.from_config(architecture, dtype=dtype, experts_implementation="eager")
-    except ValueError as error:
-        reason = f"{architecture.model_type} is not a causal language model ({str(error).splitlines()[0][:120]})"
+    except Exception as error:  # Of many kinds, as above.
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = f"no causal language model of {architecture.model_type} can be made of its config.json ({why})"
         raise UserError(Problem(str(folder), reason)) from error
 
 
