@@ -4,6 +4,11 @@ Every setting runs in a fresh process: the model is built, the plan predicted, a
 and then one step of the row is measured (VmHWM, reset before it). Random weights at small shapes, and SmolLM2.
 
     python bench/planner_cpu.py --out bench/results/planner_cpu.json
+
+With `--sweep`, the planner chooses for budgets from the least that some plan fits to what keeping everything takes, and
+the process must stay within each.
+
+    python bench/planner_cpu.py --sweep 20 --out bench/results/sweep_cpu.json
 """
 
 from __future__ import annotations
@@ -94,18 +99,28 @@ def build(name: str, dtype: str) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).requires_grad_(False)
 
 
-def one(number: int) -> None:
-    """Predict and measure one setting in this process."""
+SWEPT = [("llama", 2048), ("qwen3", 1536), ("gemma3_text", 1024)]
+"""Models and tokens that budgets are tried on, in turn."""
+
+
+def one(number: int, share: float | None = None) -> None:
+    """Predict and measure one setting in this process.
+
+    Args:
+        share: let the planner choose for a budget so far between the least and the most; `number` is one of `SWEPT`.
+    """
     warnings.simplefilter("ignore")
     import torch
 
     from longtune.engine import Engine, Plan, devices
     from longtune.engine.forecast import Row
-    from longtune.engine.planner import Planner
+    from longtune.engine.planner import Budget, Planner
     from longtune.model.adapters import add_lora
     from longtune.objective import get
 
-    name, dtype, tokens, keys = SETTINGS[number]
+    name, dtype, tokens, keys = (
+        SETTINGS[number] if share is None else (SWEPT[number][0], "float32", SWEPT[number][1], {})
+    )
     model = add_lora(build(name, dtype), rank=8, alpha=16)
     model.train()
     engine, plan, objective = Engine(model, Plan(**keys)), Plan(**keys), get("sft")
@@ -122,9 +137,22 @@ def one(number: int) -> None:
 
     row = Row(tokens, trained=10)
     with Planner(model, device, like=engine) as planner:
+        budget = None
         start = time.perf_counter()
-        prediction = planner.predict(plan, row)
+        if share is None:
+            prediction = planner.predict(plan, row)
+        else:
+            least = planner.smallest(row, Budget(1 << 40, 0, 0)).needed_bytes
+            low = min([least, *(planner.predict(Plan(chunk_tokens=n), row).needed_bytes for n in (256, 512))])
+            high = planner.predict(Plan(keep="everything"), row).needed_bytes
+            budget = int(low * 1.005 * (high / low) ** share)
+            chosen = planner.choose(row, Budget(budget, 0, 0))
+            if chosen is None:
+                print(json.dumps({"model": name, "tokens": tokens, "budget": budget, "fits": False}))
+                return
+            prediction = chosen
         planning = time.perf_counter() - start
+    engine.set_plan(prediction.plan)
     del planner
     gc.collect()
     step(Row(32))
@@ -138,7 +166,8 @@ def one(number: int) -> None:
                 "model": name,
                 "dtype": dtype,
                 "tokens": tokens,
-                "plan": keys,
+                "plan": keys if budget is None else prediction.plan.as_dict(),
+                "budget": budget,
                 "predicted_bytes": prediction.peak_bytes,
                 "measured_bytes": measured,
                 "error": prediction.peak_bytes / measured - 1,
@@ -151,14 +180,40 @@ def one(number: int) -> None:
     )
 
 
+def sweep(count: int, out: str | None) -> None:
+    rows = []
+    for number in range(count):
+        share = str((number // len(SWEPT)) / max(1, (count - 1) // len(SWEPT)))
+        command = [sys.executable, __file__, "--one", str(number % len(SWEPT)), "--share", share]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
+        row = rows[-1]
+        row["within"] = row.get("measured_bytes", 0) <= row["budget"]
+        measured = f"measured {row['measured_bytes'] / 2**20:>6.0f}" if "measured_bytes" in row else "does not fit"
+        plan = {k: v for k, v in row.get("plan", {}).items() if k in ("chunk_tokens", "keep", "layers_per_segment")}
+        print(
+            f"{row['model']:<12} {row['tokens']:>5} budget {row['budget'] / 2**20:>6.0f} MiB, {measured} {plan}",
+            flush=True,
+        )
+    over = sum(not row["within"] for row in rows)
+    print(f"{len(rows)} budgets, {sum('plan' in row for row in rows)} said to fit, {over} of them exceeded")
+    if out:
+        Path(out).write_text(json.dumps({**machine(), "exceeded": over, "rows": rows}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of settings")
+    parser.add_argument("--sweep", type=int, help="this many budgets instead")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
-        one(args.one)
+        one(args.one, args.share)
+        return
+    if args.sweep:
+        sweep(args.sweep, args.out)
         return
     rows = []
     for number in args.only or range(len(SETTINGS)):
