@@ -58,6 +58,24 @@ def test_a_tracker_that_fails_gets_nothing_more_and_others_do(tmp_path):
     assert "tracker wandb failed" in read_log(tmp_path / "metrics.jsonl")[1]["reason"]
 
 
+def test_what_a_listener_does_to_an_event_stays_with_it(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    other = []
+
+    def taking(event):
+        kind = event.pop("event")
+        event.clear()
+        if kind == "train":
+            raise KeyError("loss")
+
+    log.listen(taking)
+    log.listen(lambda event: other.append((event["event"], event.get("step"))))
+    assert log.emit("train", step=1)["step"] == 1
+    log.close()
+    assert other == [("train", 1), ("warning", 1)]
+    assert [event["event"] for event in read_log(tmp_path / "metrics.jsonl")] == ["train", "warning"]
+
+
 def test_cancel_can_be_set_by_the_listener_itself(config, tmp_path):
     cancel = threading.Event()
     overrides = [f"output={tmp_path / 'run'}"]

@@ -97,6 +97,24 @@ def test_a_checkpoint_without_one_of_its_files_in_the_manifest_is_damaged(stoppe
     assert "adapter_config.json is missing" in next(e["reason"] for e in seen if e["event"] == "warning")
 
 
+def test_a_checkpoint_under_another_step_s_name_is_passed_over(stopped, unbroken):
+    checkpoints = stopped / "checkpoints"
+    (checkpoints / "step-00005").rename(checkpoints / "step-00099")
+    seen = []
+    train(load_config(stopped), seen.append, resume=True)
+    assert "step-00099: it is of step 5" in next(e["reason"] for e in seen if e["event"] == "warning")
+    assert [event["step"] for event in seen if event["event"] == "resumed"] == [4]
+    assert adapter_bytes(stopped) == adapter_bytes(unbroken)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_that_cannot_be_locked_is_named(model, data, tmp_path, resume):
+    config = load_config(write_config(tmp_path / "run.yaml", model, data, tmp_path / "run"))
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(UserError, match="can't be written: Is a directory"):
+        train(config, resume=resume)
+
+
 def test_what_killed_writers_left_is_removed(stopped):
     left = [stopped / "checkpoints" / ".step-00006.tmp", stopped / "checkpoints" / ".step-00001.removed"]
     for folder in left:

@@ -168,6 +168,11 @@ def _damage(folder: Path) -> str | None:
         for name, expected in manifest.items():
             if files.digest(folder / name) != expected:
                 return f"{name} is not what was written"
+        trainer = files.read_json(folder / "trainer.json")
+        if lacking := [key for key in ("step", "state", "generators") if key not in trainer]:
+            return f"trainer.json has no {lacking[0]}"
+        if trainer["step"] != _step_of(folder):
+            return f"it is of step {trainer['step']}"
     except (OSError, ValueError, AttributeError, TypeError) as error:
         return str(error)
     return None

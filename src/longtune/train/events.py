@@ -140,7 +140,8 @@ class EventLog:
             if listener.failed and listener.once:
                 continue
             try:
-                listener.call(event)
+                # Its own: what it does to the event is nobody else's business.
+                listener.call(dict(event))
             except Exception as error:
                 if not listener.failed:
                     listener.failed = True

@@ -155,7 +155,12 @@ class RunFolder:
         except OSError as error:
             reason = f"can't be made: {error.strerror or error}"
             raise UserError(Problem(str(self.path), reason, "choose another output")) from None
-        with (self.path / ".lock").open("a") as file:
+        try:
+            file = (self.path / ".lock").open("a")
+        except OSError as error:
+            reason = f"can't be written: {error.strerror or error}"
+            raise UserError(Problem(str(self.path), reason, "make it writable, or choose another output")) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
