@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from tests.watch.logs import run_events, write_run
@@ -145,6 +150,8 @@ def test_a_host_that_is_named_twice_is_refused(root):
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
         ({"content-type": None}, 415),
         ({"content-length": "-1"}, 413),
+        ({"content-length": "0" * 5000 + "2"}, 413),
+        ({"content-length": b"\xb2"}, 413),
         ({}, 400),
         ({"sec-fetch-site": "same-origin", "content-type": "application/json; charset=utf-8"}, 400),
     ],
@@ -281,3 +288,33 @@ def test_broken_cookies_are_no_token(away, cookie):
 
 def test_two_servers_of_one_machine_keep_their_cookies_apart():
     assert Policy.of("0.0.0.0").cookie != Policy.of("0.0.0.0").cookie
+
+
+@pytest.fixture
+def port(root):
+    """A server of its own, as the verb starts it."""
+    pytest.importorskip("uvicorn", reason="needs the extra web")
+    command = [sys.executable, "-m", "longtune.cli", "watch", "--web", "--port", "0", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline().split(":")[2].split("/")[0])
+        process.terminate()
+
+
+@pytest.mark.parametrize("head", ["GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ", "GET /"])
+def test_a_head_without_end_is_cut_off(port, head):
+    block = b"a" * (64 << 10)
+    sent = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection, contextlib.suppress(OSError):
+        connection.sendall(head.encode())
+        while sent < 64 << 20:
+            connection.sendall(block)
+            sent += len(block)
+    assert sent < 32 << 20, "only the buffers of the connection take it"
+
+
+def test_an_upgrade_is_an_ordinary_request(port):
+    wanted = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHg=\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(f"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n{wanted}\r\n".encode())
+        assert connection.recv(64).startswith(b"HTTP/1.1 404")

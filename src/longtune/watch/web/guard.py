@@ -141,7 +141,7 @@ class Guard:
         if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             return 415, "the body must be JSON"
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > LARGEST_BODY:
+        if not length.isdecimal() or len(length) > 20 or int(length) > LARGEST_BODY:
             return 413, "the body is too large"
         return None
 

@@ -13,6 +13,9 @@ from longtune.watch.runs import holds_run
 from longtune.watch.web.guard import Policy, is_loopback
 from longtune.watch.web.served import Served
 
+LONGEST_HEAD = 64 << 10
+"""Bytes of a request without its body."""
+
 
 def chosen(named: Sequence[Path]) -> Served:
     """What is served: one folder with all its runs and configs (the current one by default), or some runs alone.
@@ -61,6 +64,10 @@ def serve(named: Sequence[Path], host: str, port: int) -> None:
         )
     config = uvicorn.Config(
         make_app(served, policy),
+        # The other parser takes headers of any length before the guard is asked.
+        http="h11",
+        h11_max_incomplete_event_size=LONGEST_HEAD,
+        ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
