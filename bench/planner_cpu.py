@@ -142,8 +142,7 @@ def one(number: int, share: float | None = None) -> None:
         if share is None:
             prediction = planner.predict(plan, row)
         else:
-            least = planner.smallest(row, Budget(1 << 40, 0, 0)).needed_bytes
-            low = min([least, *(planner.predict(Plan(chunk_tokens=n), row).needed_bytes for n in (256, 512))])
+            low = planner.predict(Plan(chunk_tokens=512), row).needed_bytes
             high = planner.predict(Plan(keep="everything"), row).needed_bytes
             budget = int(low * 1.005 * (high / low) ** share)
             chosen = planner.choose(row, Budget(budget, 0, 0))
