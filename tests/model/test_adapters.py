@@ -225,6 +225,19 @@ def test_settings_that_give_no_scale_are_named(key, value, tmp_path):
         read_updates(tmp_path / "a")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_values_that_are_not_finite_are_named_before_anything_is_made_of_them(half, value, tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if half in name)
+    tensors[name][1, 1] = value
+    save_file(tensors, file)
+    with pytest.raises(UserError, match="not finite, as 1 of"):
+        read_updates(tmp_path / "a")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000])
 def test_a_config_that_is_none_is_named(text, tmp_path):
     save_adapter(lora(), tmp_path / "a")

@@ -225,7 +225,7 @@ def _read_peft(path: Path) -> Updates:
         by_name[name] = Update(down, up, scale_of(config, name))
     if wrong:
         raise UserError(wrong[:10])
-    _check_scales(path, by_name)
+    _check_numbers(path, by_name)
     return Updates(path, "peft", by_name, config.base_model_name_or_path or None, bool(config.use_rslora))
 
 
@@ -250,12 +250,16 @@ def _read_mlx(path: Path) -> Updates:
             strange.append(key)
     pairs = _pairs(path / MLX_WEIGHTS, halves, strange, "lora_a", "lora_b")
     by_name = {name: Update(down, up, scale) for name, (down, up) in pairs.items()}
-    _check_scales(path, by_name)
+    _check_numbers(path, by_name)
     model = config.get("model")
     return Updates(path, "mlx", by_name, model if isinstance(model, str) else None)
 
 
-def _check_scales(path: Path, by_name: dict[str, Update]) -> None:
+def _check_numbers(path: Path, by_name: dict[str, Update]) -> None:
+    odd = [n for n, u in by_name.items() if not all(bool(x.float().isfinite().all()) for x in (u.down_RI, u.up_OR))]
+    if odd:
+        reason = f"holds values that are not finite, as {len(odd)} of {len(by_name)} modules do"
+        raise UserError(Problem(f"{path}: {odd[0]}", reason, "use an earlier checkpoint"))
     wrong = {name: update.scale for name, update in by_name.items() if not 0 < abs(update.scale) < math.inf}
     if wrong:
         name, scale = next(iter(wrong.items()))
