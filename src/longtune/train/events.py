@@ -165,7 +165,7 @@ def last_kind(path: Path) -> str | None:
     for line in reversed(path.read_bytes().splitlines()):
         event = _event(line)
         if event is None or event["event"] != "warning":
-            return event and event["event"]
+            return None if event is None else event["event"]
     return None
 
 
