@@ -82,7 +82,6 @@ def test_an_unknown_key_of_the_file_is_placed_there_and_a_misplaced_one_finds_it
     ("override", "place"),
     [
         ("lora.sensitivity=kl.json", "--set lora.sensitivity"),
-        ("train.epochs=2", "--set train.epochs"),
         ("train.warmup_steps=200", "--set train.warmup_steps"),
         ("train={steps: 9, keep: best, eval_every: 0}", "--set train.keep"),
     ],
@@ -168,3 +167,14 @@ def test_a_file_of_prompts_is_found_again_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(None, ["data=a", "samples.prompts=prompts.txt"]).anchored()
     assert config.samples.prompts == str(tmp_path / "prompts.txt")
+
+
+def test_an_override_of_one_way_to_say_it_takes_the_place_of_the_other(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: smollm2\ndata: rows.jsonl\ntrain: {steps: null, epochs: 3.0, batch_size: 4}\n")
+    config = load_config(file, ["train.steps=100", "train.tokens_per_batch=512"])
+    assert (config.train.steps, config.train.epochs) == (100, None)
+    assert (config.train.tokens_per_batch, config.train.batch_size) == (512, 1)
+    assert load_config(file, ["train.epochs=1"]).train.epochs == 1
+    with pytest.raises(UserError, match="both given"):
+        load_config(file, ["train.steps=100", "train.epochs=2"])

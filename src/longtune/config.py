@@ -373,6 +373,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         name = str(file)
         values = _read_yaml(file)
     set_keys = _apply(values, overrides)
+    _give_way(values, set_keys)
     try:
         config = RunConfig.model_validate(values).resolved()
     except ValidationError as error:
@@ -469,6 +470,20 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def quoted(text: str) -> str:
     """A text as a YAML value, so that an override takes it as it is."""
     return yaml.safe_dump(text, default_style='"', width=float("inf")).strip()
+
+
+_EITHER = (("train", "steps", "epochs"), ("train", "tokens_per_batch", "batch_size"))
+"""Keys of which a run has one: an override of one takes the place of the other in the file."""
+
+
+def _give_way(values: dict[str, Any], set_keys: set[str]) -> None:
+    """Take out of `values` what an override stands instead of."""
+    for section, one, other in _EITHER:
+        inner = values.get(section)
+        for given, replaced in ((one, other), (other, one)):
+            overridden = f"{section}.{given}" in set_keys and f"{section}.{replaced}" not in set_keys
+            if overridden and isinstance(inner, dict) and inner.get(given) is not None:
+                inner.pop(replaced, None)
 
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> set[str]:

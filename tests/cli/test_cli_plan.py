@@ -138,10 +138,12 @@ def test_a_step_that_runs_out_of_memory_is_planned_anew_and_taken(config, tmp_pa
     planned = planning.plan_run
     asked = []
 
-    def less(config, engine, data, short_of=1.0):
-        asked.append(short_of)
-        found = planned(config, engine, data, short_of)
-        return found if short_of == 1.0 else planning.replace(found, plan=planning.replace(found.plan, keep="nothing"))
+    def less(config, engine, data, at_most=None):
+        found = planned(config, engine, data)
+        if at_most is None:
+            return found
+        asked.append(at_most / found.predicted["needed_bytes"])
+        return planning.replace(found, plan=planning.replace(found.plan, keep="nothing"))
 
     monkeypatch.setattr("longtune.train.run.plan_run", less)
     out_of_memory_once(monkeypatch)
@@ -149,10 +151,18 @@ def test_a_step_that_runs_out_of_memory_is_planned_anew_and_taken(config, tmp_pa
     events = read_events(tmp_path / "run")
     (event,) = [event for event in events if event["event"] == "replanned"]
     assert event["step"] == 1 and event["plan"]["keep"] == "nothing" and "out of memory" in event["reason"]
-    assert asked and asked[0] < 1.0
+    assert asked and asked[0] == pytest.approx(0.88, abs=0.1)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "usual"), rel=1e-5)
     # A resumed run goes on by it.
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]["keep"] == "nothing"
+
+
+def test_where_no_plan_is_smaller_the_same_one_is_tried_once_more(config, tmp_path, monkeypatch):
+    out_of_memory_once(monkeypatch)
+    train(load_config(config, ['memory={"chunk_tokens": 16, "keep": "nothing", "layers_per_segment": 1}']))
+    events = read_events(tmp_path / "run")
+    (event,) = [event for event in events if event["event"] == "replanned"]
+    assert "once more" in event["plan_reason"] and events[-1]["event"] == "done"
 
 
 def test_a_second_failure_ends_the_run(config, tmp_path, monkeypatch):

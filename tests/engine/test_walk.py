@@ -348,3 +348,14 @@ def test_damaged_weights_are_not_taken_for_an_architecture():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         Engine(model)
+
+
+def test_a_half_precision_model_that_rounding_moves_far_is_not_refused():
+    """Trained weights may blow a rounding error of the embeddings up to the size of the hidden states."""
+    model = support.tiny_model("llama", torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 300 if "q_proj" in name or "k_proj" in name else 10 if "_proj" in name else 1
+    engine = Engine(model)
+    assert engine._rounding(torch.arange(6)) > 0.1
+    assert engine.unchunkable is None

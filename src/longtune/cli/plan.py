@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from longtune.cli.output import AsJson, Columns, Overrides, run
+from longtune.errors import counted
 
 
 def plan(
@@ -104,9 +105,10 @@ def _lines(found: Any, config: Any) -> list[str]:
         lines.append(f"disk       {_gb(prediction.disk_bytes)} of {_gb(budget.disk)}")
     first = f", the first {found.first_step_seconds:.0f} s longer" if found.first_step_seconds >= 1 else ""
     lines.append(f"time       {_seconds(found.seconds_per_step)} a step at most{first} (rates {device.source})")
-    if found.run_seconds is not None:
+    if found.run_seconds is not None and found.fits:
         lines.append(f"           {duration(found.run_seconds)} for the run")
-    lines.append(f"longest    a row of {found.largest_row:,} tokens fits this budget")
+    reach = f"a row of {found.largest_row:,} tokens fits" if found.largest_row else "no row fits"
+    lines.append(f"longest    {reach} this budget")
     lines += [f"{'ranks' if number == 0 else '':<10} {line}" for number, line in enumerate(found.ranks.lines())]
     lines += [f"note       {note}" for note in found.ranks.notes]
     lines += [f"fix        {fix}" for fix in found.fixes]
@@ -117,7 +119,7 @@ def _plan_words(plan: Any) -> str:
     chunk = "the row in one chunk" if plan.chunk_tokens is None else f"chunks of {plan.chunk_tokens:,} tokens"
     if plan.keep == "everything":
         return f"{chunk}, all activations kept"
-    layers = "all layers" if plan.layers_per_segment is None else f"{plan.layers_per_segment} layer(s)"
+    layers = "all layers" if plan.layers_per_segment is None else counted(plan.layers_per_segment, "layer")
     return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, kept: {plan.keep}"
 
 

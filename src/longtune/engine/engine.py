@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -217,7 +218,8 @@ class Engine:
                     "look for damaged weights or a damaged adapter, or use a wider dtype",
                 )
             )
-        tolerance = 0.1 if self.stack.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        narrow = self.stack.dtype in (torch.bfloat16, torch.float16)
+        tolerance = 0.1 if narrow else 1e-3
         plan = self.plan
         errors = {}
         with evaluating(self.model), torch.no_grad():
@@ -230,6 +232,9 @@ class Engine:
                 finally:
                     self.plan = plan
                 errors[chunk] = float(torch.linalg.norm(hidden - expected) / torch.linalg.norm(expected))
+        if narrow and max(errors.values()) > tolerance:
+            # Rounding alone may move the hidden states of a few tokens by more than that.
+            tolerance = max(tolerance, min(1.0, 4 * self._rounding(tokens.to(self.stack.device))))
         if not errors[None] <= tolerance:
             raise UserError(
                 Problem(
@@ -244,6 +249,26 @@ class Engine:
         if not errors[2] <= tolerance:
             return f"its layers mix tokens outside attention (relative difference between chunks {errors[2]:.2g})"
         return None
+
+    def _rounding(self, tokens_T: torch.Tensor) -> float:
+        """How far the model's own hidden states move, relatively, when its embeddings do by a rounding error."""
+        stack, generator = self.stack, torch.Generator().manual_seed(0)
+        step = torch.finfo(stack.dtype).eps
+
+        def shake(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+            return output * (1 + step * torch.randn(output.shape, generator=generator).to(output))
+
+        moved = []
+        with evaluating(self.model), torch.no_grad():
+            still = stack.run_decoder(tokens_T, tokens_T).double()
+            handle = cast(nn.Module, stack.model.get_input_embeddings()).register_forward_hook(shake)
+            try:
+                for _ in range(3):
+                    shaken = stack.run_decoder(tokens_T, tokens_T).double()
+                    moved.append(float(torch.linalg.norm(shaken - still) / torch.linalg.norm(still)))
+            finally:
+                handle.remove()
+        return max(moved)
 
 
 def _cannot_be_walked(stack: Stack, error: Exception) -> Problem:

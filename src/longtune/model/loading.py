@@ -130,7 +130,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         try:
             return _load_tokenizer(where, place, common)
         except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-            raise UserError(_explain(error, place, path, trust_remote_code)) from error
+            raise UserError(explain(error, place, path, trust_remote_code)) from error
 
 
 def choose_device(device: str) -> torch.device:
@@ -185,7 +185,7 @@ def own_dtype(name: str) -> str:
             try:
                 found = AutoConfig.from_pretrained(name).get_text_config().dtype
             except (OSError, ValueError, KeyError) as error:
-                raise UserError(_explain(error, f"model: {name}", None, False)) from error
+                raise UserError(explain(error, f"model: {name}", None, False)) from error
     elif path.is_dir():
         values = read_config(path)
         found = values.get("dtype") or values.get("torch_dtype")
@@ -306,7 +306,7 @@ def _load_pretrained(
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        raise UserError(_explain(error, place, path, trust_remote_code)) from error
+        raise UserError(explain(error, place, path, trust_remote_code)) from error
     settle(model)
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -334,7 +334,7 @@ def _check_architecture(config: Any, place: str, trust_remote_code: bool) -> Non
         )
 
 
-def _explain(error: Exception, place: str, path: Path | None, trust_remote_code: bool) -> Problem:
+def explain(error: Exception, place: str, path: Path | None, trust_remote_code: bool) -> Problem:
     """What a failure inside transformers means for the user."""
     text = str(error)
     if "trust_remote_code" in text and not trust_remote_code:

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from longtune.errors import UserError
 from longtune.model.embedded import EMBEDDED, embedded_folder
+from longtune.model.loading import explain
 
 
 def meta_model(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
@@ -17,6 +19,9 @@ def meta_model(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
     Returns:
         None where the weights are stored in another way than the configuration says to transformers (packed or GGUF):
         such a model must be loaded to be known.
+
+    Raises:
+        UserError: there is no such model, or the hub doesn't give it.
     """
     folder = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
     if name.endswith(".gguf"):
@@ -27,7 +32,11 @@ def meta_model(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
             return None
     where = str(folder) if folder.is_dir() else name
     common = {"trust_remote_code": trust_remote_code, "local_files_only": folder.is_dir()}
-    config = AutoConfig.from_pretrained(where, **common)
+    try:
+        config = AutoConfig.from_pretrained(where, **common)
+    except (OSError, ValueError, ImportError) as error:
+        path = folder if folder.is_dir() else None
+        raise UserError(explain(error, f"model: {name}", path, trust_remote_code)) from error
     if getattr(config, "quantization_config", None) is not None:
         return None
     with torch.device("meta"):

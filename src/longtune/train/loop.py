@@ -72,7 +72,7 @@ class Loop:
         validate: measures on the held-out rows; None without them.
         save: writes a checkpoint of the loop's progress and returns its folder.
         sample: answers a few prompts and returns the fields of a `samples` event; None where nobody asked for it.
-        replan: finds another plan after the device ran out of memory in a step; says whether there is one.
+        replan: finds another plan after the device ran out of memory in a step, which is then taken once more.
         refer: gives a micro-batch its reference log-probs, where they aren't computed beforehand.
         last_checkpoint: the newest checkpoint; None before the first.
         saved_step: its step, 0 before the first.
@@ -92,7 +92,7 @@ class Loop:
     save: Callable[[Progress], Path]
     sample: Callable[[], dict[str, Any]] | None = None
     refer: Callable[[list[Tree]], list[Tree]] = lambda trees: trees
-    replan: Callable[[int, str], bool] | None = None
+    replan: Callable[[int, str], None] | None = None
     progress: Progress = field(default_factory=Progress)
     last_checkpoint: Path | None = None
     saved_step: int = 0
@@ -214,8 +214,9 @@ class Loop:
         # Out here the failed walk's frames, and what they hold, are gone. Its own gradients are not complete, and those
         # before it are made again with it.
         self.optimiser.zero_grad(set_to_none=True)
-        if self.replan is None or not self.replan(step, str(failure)):
+        if self.replan is None:
             raise failure
+        self.replan(step, str(failure))
         parts = [
             self.engine.accumulate(forest, self.objective, totals, key=(step, index))
             for index, forest in enumerate(forests)

@@ -81,11 +81,11 @@ def batcher(config: RunConfig, data: Any) -> Batcher:
     )
 
 
-def plan_run(config: RunConfig, engine: Engine, data: Dataset, short_of: float = 1.0) -> Planned:
+def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | None = None) -> Planned:
     """The plan of a run whose model is loaded.
 
     Args:
-        short_of: share of the free memory that may be counted on (less than 1 after it once was not enough).
+        at_most: device bytes that may be counted on, however many are free (after a plan once failed).
 
     Raises:
         DoesNotFit: no plan fits, with what would.
@@ -108,7 +108,9 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, short_of: float =
         return _unpredicted(config, device, error)
     with planner:
         row = _longest(config, data)
-        budget = _budget(config, device, short_of)
+        budget = _budget(config, device)
+        if at_most is not None:
+            budget = replace(budget, device=min(budget.device, at_most))
         try:
             chosen = _choose(planner, row, budget, fixed)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -148,10 +150,9 @@ def _longest(config: RunConfig, data: Dataset) -> Forest:
     return Forest([data.trees[i] for i in longest])
 
 
-def _budget(config: RunConfig, device: torch.device, short_of: float = 1.0) -> Budget:
+def _budget(config: RunConfig, device: torch.device) -> Budget:
     asked = memory_bytes(config.memory) if isinstance(config.memory, str) else None
-    found = budget_here(device, asked, shutil.disk_usage(tempfile.gettempdir()).free)
-    return replace(found, device=int(short_of * found.device))
+    return budget_here(device, asked, shutil.disk_usage(tempfile.gettempdir()).free)
 
 
 def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
@@ -205,8 +206,9 @@ def find_fixes(
     if longest >= 16 and longest < shape.tokens:
         fix = f"set train.max_tokens to {longest} (train.overlong says what happens to longer rows)"
         found.append((fix, planner.smallest(Row(longest), budget, fixed)))
-    needed = planner.smallest(row, roomy, fixed)
-    found.append((f"use a device with {_size(needed.needed_bytes)}", needed))
+    if least.needed_bytes > budget.device:
+        what = "set memory to" if planner.device.kind == "cpu" else "use a device with"
+        found.append((f"{what} {_size(least.needed_bytes)}", least))
     return found
 
 

@@ -32,6 +32,9 @@ from longtune.train.references import Reference, Referenced
 from longtune.train.samples import Samples
 from longtune.train.stop import Stopper
 
+_LESS = 0.88
+"""Share of a failed plan's predicted bytes that the next one may need."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -147,7 +150,6 @@ class _ActiveRun:
             lora_plus_ratio=config.lora.lora_plus_ratio,
         )
         self.optimiser = optimiser.build(groups, settings)
-        self._counted_on = 1.0
         if "memory" in config.log:
             self.engine.on_phase = self._log_memory
         self.reference: Reference | None = None
@@ -220,24 +222,23 @@ class _ActiveRun:
             self._failed(error)
             raise
 
-    def _replan(self, step: int, failure: str) -> bool:
-        """Another plan after the device ran out of memory, one that counts on less; False where there is none."""
+    def _replan(self, step: int, failure: str) -> None:
+        """Another plan after the device ran out of memory, one that needs less; the same where there is none.
+
+        What was held is given back first, so the same plan may succeed: memory in pieces, or a passing neighbour.
+        """
         gc.collect()
         if self.prepared.device.type == "cuda":
             torch.cuda.empty_cache()
-        before = self.engine.plan
-        for _ in range(4):
-            self._counted_on *= 0.88
-            try:
-                planned = plan_run(self.config, self.engine, self.prepared.train, self._counted_on)
-            except DoesNotFit:
-                return False
-            if planned.plan != before:
-                break
-        else:
-            return False
-        self.engine.set_plan(planned.plan)
         plan = files.read_json(self.folder.plan)
+        predicted = plan["predicted"]
+        planned = Planned(self.engine.plan, "no smaller plan is known: once more by the same", predicted)
+        if predicted is not None:
+            with contextlib.suppress(DoesNotFit):
+                less = int(_LESS * predicted["needed_bytes"])
+                found = plan_run(self.config, self.engine, self.prepared.train, less)
+                planned = planned if found.plan == planned.plan else found
+        self.engine.set_plan(planned.plan)
         plan |= {"plan": planned.plan.as_dict(), "reason": planned.reason, "predicted": planned.predicted}
         files.write_json(self.folder.plan, plan)
         self.events.emit(
@@ -248,7 +249,6 @@ class _ActiveRun:
             plan_reason=planned.reason,
             predicted=_short(planned.predicted),
         )
-        return True
 
     def _log_memory(self, phase: str, layer: int | None) -> None:
         """One event for each phase of a walk."""
