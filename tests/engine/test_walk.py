@@ -359,3 +359,10 @@ def test_a_half_precision_model_that_rounding_moves_far_is_not_refused():
     engine = Engine(model)
     assert engine._rounding(torch.arange(6)) > 0.1
     assert engine.unchunkable is None
+
+
+def test_a_closed_engine_says_so():
+    engine = Engine(support.tiny_model("llama"))
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine was closed"):
+        engine.log_probs(Forest([support.random_sequence(5)]))

@@ -119,6 +119,8 @@ class Engine:
         return layer_open(self.stack.layers[layer])
 
     def _begin(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
+        if self.closed:
+            raise RuntimeError("the engine was closed: make another one")
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
         if (state := self._state_of_head()) != self._head_state:
