@@ -125,7 +125,7 @@ class Arena:
             self._current, self._used = self._current + 1, 0
         grown = min(max(self.bytes, _SMALLEST_SLAB), _LARGEST_SLAB)
         try:
-            self._slabs.append(self._make(max(grown, 1 << (room - 1).bit_length() if room > grown else room)))
+            self._slabs.append(self._make(grown if room <= grown else 1 << (room - 1).bit_length()))
         except BaseException:
             self._out -= 1
             raise

@@ -56,6 +56,8 @@ class Traffic:
         self._far: Store = self._near if not self._streams else moving.section() if apart else self._store
         self._prologues: dict[int, Prologue] = {}
         self._calls: dict[int, list[LayerCall]] = {}
+        self._own: dict[tuple[int, int], list[Hashable]] = {}
+        """By cell, keys of its arguments that moved."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -63,6 +65,7 @@ class Traffic:
             store.clear()
         self._prologues.clear()
         self._calls.clear()
+        self._own.clear()
 
     # where things are
 
@@ -81,8 +84,7 @@ class Traffic:
         return [(self._store, (name, layer, c)) for name in ("out", "lse")]
 
     def _moved(self, layer: int, c: int) -> list[Place]:
-        leaves, _ = tree_flatten((self._calls[c][layer].args, self._calls[c][layer].kwargs))
-        return [(self._far, leaf.key) for leaf in leaves if isinstance(leaf, _Moved)]
+        return [(self._far, key) for key in self._own.get((layer, c), ())]
 
     def ahead(
         self,
@@ -155,6 +157,7 @@ class Traffic:
                 if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and uses[same(leaf)] == 1:
                     key = ("call", layer, c, i)
                     self._far.put(key, leaf)
+                    self._own.setdefault((layer, c), []).append(key)
                     leaf = _Moved(key)
                 replaced.append(leaf)
             args, kwargs = tree_unflatten(replaced, spec)
@@ -179,9 +182,9 @@ class Traffic:
     def call(self, layer: int, c: int) -> LayerCall:
         """A layer's arguments for a chunk."""
         call = self._calls[c][layer]
-        leaves, spec = tree_flatten((call.args, call.kwargs))
-        if not any(isinstance(leaf, _Moved) for leaf in leaves):
+        if (layer, c) not in self._own:
             return call
+        leaves, spec = tree_flatten((call.args, call.kwargs))
         args, kwargs = tree_unflatten([self._far.read(x.key) if isinstance(x, _Moved) else x for x in leaves], spec)
         return LayerCall(args, kwargs, call.hidden_keyword)
 

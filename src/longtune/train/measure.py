@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from longtune.engine.devices import resident
+
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -51,5 +53,4 @@ def active_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.current_allocated_memory()
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    return resident()
