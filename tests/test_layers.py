@@ -6,6 +6,8 @@ Every import in `src/longtune`, also one inside a function, is read from the sou
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +115,21 @@ def test_the_watchers_need_neither_torch_nor_the_engine():
             for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
         }
         assert not names & {"torch", "transformers", "peft"}, file
+
+
+def test_the_tests_of_kernels_need_only_what_a_gpu_machine_has():
+    """torch, transformers, peft, numpy: no package for data, configs or commands."""
+    tests = Path(__file__).parent
+    folders = ("attention", "head", "model/packed/support.py", "model/packed/test_kernel.py", "engine/test_cuda.py")
+    files = [file for place in folders for file in ([tests / place] if "." in place else (tests / place).glob("*.py"))]
+    names = sorted({".".join(file.relative_to(tests.parent).with_suffix("").parts) for file in files})
+    program = (
+        "import importlib, sys\n"
+        "sys.modules.update(dict.fromkeys(['orjson', 'pydantic', 'datasets', 'typer', 'rich']))\n"
+        f"for name in {names}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except BaseException as skipped:\n"
+        "        if type(skipped).__name__ != 'Skipped': raise\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tests.parent)

@@ -16,7 +16,6 @@ from torch import nn
 from longtune.model.packed import Format, PackedEmbedding, PackedLinear, PackedWeight, TiedHead
 from longtune.model.packed.quantiser import quantise
 from tests.support import ARCHITECTURES, tiny_model
-from tests.tiny_run import write_model
 
 SIZES: dict[str, Any] = dict(
     vocab_size=262, hidden_size=64, head_dim=16, intermediate_size=96, max_position_embeddings=64, num_hidden_layers=2
@@ -32,6 +31,9 @@ def torch_of(array: Any) -> torch.Tensor:
 
 def write_plain(folder: Path, architecture: str, extra: dict[str, Any] | None = None, **changes: Any) -> nn.Module:
     """A tiny fp32 model with a tokenizer, as a transformers folder; `extra` goes into its config.json."""
+    # Here, so that tests of kernels need nothing that reads data or configs.
+    from tests.tiny_run import write_model
+
     write_model(folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()
