@@ -1,8 +1,8 @@
 """Where tensors wait between forward and backward: on the device, in host memory, or on disk.
 
-Off the device, copies run beside the computation on a stream of their own. A tensor on its way out is held until its
-copy is done, but never more than `RING` of them: the computing stream then waits for the oldest. A tensor on its way in
-is announced by `fetch`. Off-device memory is carved from slabs that are kept for the next step.
+Off the device, copies run beside the computation on two streams of their own, one for each way. A tensor on its way out
+is held until its copy is done, but never more than `RING` of them: the computing stream then waits for the oldest. A
+tensor on its way in is announced by `fetch`. Off-device memory is carved from slabs that are kept for the next step.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Arena:
         return self._slabs[self._current][:size]
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """The next user must be ordered behind the last one (both use the store's one stream)."""
+        """The next user must be ordered behind the last one."""
         self._out -= 1
         if self._out:
             self._free.setdefault(buffer.numel(), []).append(buffer)
@@ -179,16 +179,56 @@ def _pin(memory: torch.Tensor, pages: mmap.mmap) -> str | None:
 
 @dataclass(slots=True)
 class _Kept:
+    """A tensor in a buffer. On CUDA: when it is written, and how many copies in had been asked for after its last."""
+
     buffer: torch.Tensor
     shape: torch.Size
     dtype: torch.dtype
+    written: Any = None
+    read: int = 0
 
     def view(self) -> torch.Tensor:
         return self.buffer.view(self.dtype).view(self.shape)
 
 
+class _Streams:
+    """The way out and the way in of a store on CUDA."""
+
+    def __init__(self, device: torch.device):
+        self.out, self.into = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._copies = 0
+        """Copies in so far."""
+        self._freed = 0
+        """The last copy in from a buffer that is free now."""
+        self._awaited = 0
+        """The last copy in that the way out has waited for."""
+        self._events: deque[tuple[int, Any]] = deque()
+
+    def came(self) -> tuple[int, Any]:
+        """Number and event of the copy in that was just asked for (call under the stream)."""
+        self._copies += 1
+        event = self.into.record_event()
+        self._events.append((self._copies, event))
+        return self._copies, event
+
+    def free(self, copy: int) -> None:
+        """A buffer whose last copy in was number `copy` may be written again."""
+        self._freed = max(self._freed, copy)
+
+    def before_writing(self) -> None:
+        """Order the way out behind the copies in from the buffers that are free."""
+        if self._freed <= self._awaited:
+            return
+        event = None
+        while self._events and self._events[0][0] <= self._freed:
+            event = self._events.popleft()[1]
+        if event is not None:
+            self.out.wait_event(event)
+        self._awaited = self._freed
+
+
 class HostStore:
-    """Tensors move to host memory; on CUDA through pinned slabs and a stream of their own.
+    """Tensors move to host memory; on CUDA through pinned slabs and streams of their own.
 
     Where pinning fails, ordinary memory is used and a warning says so. On the CPU a copy is an ordinary one.
 
@@ -199,7 +239,7 @@ class HostStore:
     def __init__(self, device: torch.device):
         self.device = device
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._streams = _Streams(device) if self._cuda else None
         self._arena = Arena(self._slab)
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
         self._begin()
@@ -227,16 +267,18 @@ class HostStore:
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
         kept = _Kept(self._arena.get(tensor.numel() * tensor.element_size()), tensor.shape, tensor.dtype)
         self._kept[key] = kept
-        self._copy_out(tensor, kept.view())
+        kept.written = self._copy_out(tensor, kept.view())
 
     def _copy_out(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Any:
-        if self._stream is None:
+        if self._streams is None:
             buffer.copy_(tensor)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        out = self._streams.out
+        self._streams.before_writing()
+        out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(out):
             buffer.copy_(tensor, non_blocking=True)
-            left = self._stream.record_event()
+            left = out.record_event()
         # Held instead of `record_stream`: its memory then goes back in the order of the computing stream.
         self._leaving.append((tensor, left))
         while len(self._leaving) > RING:
@@ -244,18 +286,20 @@ class HostStore:
         return left
 
     def fetch(self, key: Hashable) -> None:
-        if self._stream is None or key in self._coming or key not in self._kept:
+        if self._streams is None or key in self._coming or key not in self._kept:
             return
-        kept = self._kept[key]
+        kept, into = self._kept[key], self._streams.into
         # Allocated on the computing stream, whose earlier work may still read the memory's last owner.
         tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        into.wait_stream(torch.cuda.current_stream(self.device))
+        into.wait_event(kept.written)
+        with torch.cuda.stream(into):
             tensor.copy_(kept.view(), non_blocking=True)
-            self._coming[key] = (tensor, self._stream.record_event())
+            kept.read, arrived = self._streams.came()
+        self._coming[key] = (tensor, arrived)
 
     def read(self, key: Hashable) -> torch.Tensor:
-        if self._stream is None:
+        if self._streams is None:
             kept = self._kept[key]
             return kept.view().to(self.device, copy=True)
         self.fetch(key)
@@ -265,22 +309,27 @@ class HostStore:
 
     def take(self, key: Hashable) -> torch.Tensor:
         tensor = self.read(key)
-        self._arena.give_back(self._kept.pop(key).buffer)
+        self._give_back(self._kept.pop(key))
         return tensor
 
     def drop(self, key: Hashable) -> None:
         kept = self._kept.pop(key, None)
         self._coming.pop(key, None)
         if kept is not None:
-            self._arena.give_back(kept.buffer)
+            self._give_back(kept)
+
+    def _give_back(self, kept: _Kept) -> None:
+        if self._streams is not None:
+            self._streams.free(kept.read)
+        self._arena.give_back(kept.buffer)
 
     def clear(self) -> None:
         for kept in self._kept.values():
-            self._arena.give_back(kept.buffer)
+            self._give_back(kept)
         self._begin()
 
     def section(self) -> HostStore:
-        """The slabs and the stream are shared."""
+        """The slabs and the streams are shared."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._begin()
@@ -360,9 +409,9 @@ class DiskStore(HostStore):
         return self._staging.get(size)
 
     def fetch(self, key: Hashable) -> None:
-        if self._thread is None or self._stream is None or key in self._arriving or key not in self._kept:
+        if self._thread is None or self._streams is None or key in self._arriving or key not in self._kept:
             return
-        kept, stream = self._kept[key], self._stream
+        kept, stream = self._kept[key], self._streams.into
         staged = _Kept(self._stage(kept.buffer.numel()), kept.shape, kept.dtype)
         tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
         ready = torch.cuda.current_stream(self.device).record_event()

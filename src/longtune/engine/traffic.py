@@ -86,49 +86,51 @@ class Traffic:
     def _moved(self, layer: int, c: int) -> list[Place]:
         return [(self._far, key) for key in self._own.get((layer, c), ())]
 
-    def ahead(
+    def places(
         self,
-        order: Iterable[int],
+        c: int,
         *,
         entering: int | None = None,
         inputs: int | None = None,
         attention: int | None = None,
         flow: int | None = None,
-        then: Iterable[Place] = (),
-    ) -> Iterator[int]:
-        """The chunks of `order`; what the next one will ask for is on its way while one is in work.
+    ) -> list[Place]:
+        """Where the work on a chunk finds what it asks for.
 
         Args:
             entering, inputs, attention: layers whose cells' forward inputs, kept inputs, kept attention are asked for.
             flow: the level at which the flow is asked for.
-            then: what is asked for first after the last chunk (`first_of`).
         """
+        found = []
+        if entering is not None:
+            found += [self._entering(entering, c), *self._moved(entering, c)]
+        if inputs is not None:
+            found += [self._input(inputs, c), *self._moved(inputs, c)]
+        if attention is not None:
+            found += self._attention(attention, c)
+        if flow is not None:
+            found.append(self._flow(flow, c))
+        return found
 
-        def places(c: int) -> list[Place]:
-            found = []
-            if entering is not None:
-                found += [self._entering(entering, c), *self._moved(entering, c)]
-            if inputs is not None:
-                found += [self._input(inputs, c), *self._moved(inputs, c)]
-            if attention is not None:
-                found += self._attention(attention, c)
-            if flow is not None:
-                found.append(self._flow(flow, c))
-            return found
+    def ahead(
+        self, order: Iterable[int], *, depth: int = 1, then: Sequence[list[Place]] = (), **asked: int | None
+    ) -> Iterator[int]:
+        """The chunks of `order`; what the next ones will ask for is on its way while one is in work.
 
+        Args:
+            depth: how many chunks ahead.
+            then: what is asked for after the last chunk, group by group; all of it is on its way during that chunk.
+            asked: see `places`.
+        """
         chunks = list(order)
+        groups = [*(self.places(c, **asked) for c in chunks), *then]
+        fetched = 0
         for number, c in enumerate(chunks):
-            wanted = [places(c)] if number == 0 else []
-            wanted.append(places(chunks[number + 1]) if number + 1 < len(chunks) else list(then))
-            for store, key in (place for group in wanted for place in group):
+            reach = len(groups) if number + 1 == len(chunks) else number + 1 + depth
+            for store, key in (place for group in groups[fetched:reach] for place in group):
                 store.fetch(key)
+            fetched = max(fetched, reach)
             yield c
-
-    def first_of(self, layer: int, c: int, attention: bool) -> list[Place]:
-        """What a cell on the way back will ask for."""
-        if layer < 0 or c not in self._calls:
-            return []
-        return [self._input(layer, c), *(self._attention(layer, c) if attention else [])]
 
     # forward
 

@@ -28,7 +28,12 @@ from longtune.tree import Forest
 if TYPE_CHECKING:
     from longtune.engine.engine import Engine
 
-_NOTHING: list[Place] = []
+Groups = list[list[Place]]
+"""What the walk will ask for, one piece of work after another."""
+
+_NOTHING: Groups = []
+_REBUILT_AHEAD = 3
+"""Chunks on their way while keys and values are rebuilt: that takes a chunk less time than its copy."""
 
 
 class Walk:
@@ -115,7 +120,8 @@ class Walk:
     def _forward_layer(self, layer: int) -> None:
         keep = self._keep(layer)
         with self.engine.layer_open(layer):
-            for c in self._traffic.ahead(range(len(self.chunks)), entering=layer):
+            then = [self._traffic.places(0, entering=layer + 1)]
+            for c in self._traffic.ahead(range(len(self.chunks)), entering=layer, then=then):
                 hidden = self._traffic.enter(layer, c)
                 if keep == "everything":
                     graph = self.cells.graph(layer, c, hidden)
@@ -166,7 +172,7 @@ class Walk:
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
         with self._walking():
             by_chunk = self._targets_by_chunk()
-            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count):
+            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count, then=self._after_head()):
                 index = by_chunk[c]
                 if not index.numel():
                     flow = self._traffic.flow(self._count, c)
@@ -198,7 +204,7 @@ class Walk:
     def from_hidden(self, dhidden_TH: torch.Tensor) -> None:
         """Turn the flow from the gradient of `hidden()`."""
         with self._walking():
-            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count):
+            for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count, then=self._after_head()):
                 chunk = self.chunks[c]
                 residual, hidden = self._epilogue_graph(c)
                 self._epilogue_backward(c, residual, hidden, dhidden_TH[None, chunk.start : chunk.end])
@@ -231,7 +237,8 @@ class Walk:
         """Walk back; the gradients are in `sums` afterwards."""
         with self._walking():
             for layer in range(self._count - 1, self._whole - 1, -1):
-                self._backward_layer(layer)
+                below = self._segments and layer == self._whole
+                self._backward_layer(layer, self._start(self._segments[-1]) if below else _NOTHING)
                 self._told("backward", layer)
             for number in range(len(self._segments) - 1, -1, -1):
                 self._backward_segment(self._segments[number])
@@ -257,29 +264,50 @@ class Walk:
                         output = self.cells.run(layer, c, hidden, kept=attention)
                         self._traffic.put_input(layer + 1, c, output)
                         del hidden, attention, output
-                elif own and layer not in self.cells.kv:
+                elif self._rebuilds(layer):
                     # The last chunk's cell comes first on the way back and writes its own keys and values.
-                    then = self._traffic.first_of(layer, chunks[-1], self._keeps_attention(layer))
-                    for c in self._traffic.ahead(chunks[:-1], inputs=layer, then=then):
+                    ahead = self._traffic.ahead(
+                        chunks[:-1], depth=_REBUILT_AHEAD, then=[self._first_cell(layer)], inputs=layer
+                    )
+                    for c in ahead:
                         self.cells.rebuild_kv(layer, c, self._traffic.input(layer, c, last=False))
         for layer in reversed(segment):
             self._backward_layer(layer, self._after(segment, layer))
 
-    def _after(self, segment: range, layer: int) -> list[Place]:
+    def _rebuilds(self, layer: int) -> bool:
+        """Whether keys and values of the layer must be made again before its backward."""
+        return self.engine.structure.donors[layer] == layer and layer not in self.cells.kv
+
+    # what is asked for next
+
+    def _first_cell(self, layer: int) -> list[Place]:
+        """What the first cell of a layer's backward asks for."""
+        kept = layer if self._keeps_attention(layer) else None
+        return self._traffic.places(len(self.chunks) - 1, inputs=layer, attention=kept, flow=layer + 1)
+
+    def _start(self, segment: range) -> Groups:
+        """What a segment's backward asks for first: two pieces of work, as the first may be short."""
+        first, last = segment[0], len(self.chunks) - 1
+        if len(segment) > 1:
+            kept = first if self._keeps_attention(first) else None
+            return [self._traffic.places(0, inputs=first, attention=kept)]
+        again = range(last) if self._keep(first) != "kv" and self._rebuilds(first) else range(0)
+        return [*(self._traffic.places(c, inputs=first) for c in again[:2]), self._first_cell(first)][:2]
+
+    def _after(self, segment: range, layer: int) -> Groups:
         """What the walk will ask for first when a layer's backward is done."""
-        last = len(self.chunks) - 1
         if layer > segment[0]:
-            return self._traffic.first_of(layer - 1, last, self._keeps_attention(layer - 1))
+            return [self._first_cell(layer - 1)]
         below = next((other for other in self._segments if other[-1] == layer - 1), None)
-        if below is None:
-            return []
-        runs_whole = last == 0 or len(below) > 1
-        return self._traffic.first_of(below[0], 0, runs_whole and self._keeps_attention(below[0]))
+        return _NOTHING if below is None else self._start(below)
+
+    def _after_head(self) -> Groups:
+        return self._start(self._segments[-1]) if self._segments and self._whole == self._count else _NOTHING
 
     def _keeps_attention(self, layer: int) -> bool:
         return self._keep(layer) == "attention" and self.engine.structure.donors[layer] is not None
 
-    def _backward_layer(self, layer: int, then: list[Place] = _NOTHING) -> None:
+    def _backward_layer(self, layer: int, then: Groups = _NOTHING) -> None:
         parameters = self._parameters[layer]
         whole = layer >= self._whole
         kept = self._keeps_attention(layer)
