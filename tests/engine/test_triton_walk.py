@@ -24,7 +24,7 @@ def test_gradients_of_packed_trees():
     for attention in ("reference", "triton"):
         engine = Engine(model, Plan(chunk_tokens=16), attention=attention)
         if attention == "triton":
-            engine.head = make_head(engine.stack, 7, "fused")
+            engine.head = make_head(engine.stack, 7, "online")
         objective = get("sft")
         loss = engine.accumulate(forest, objective, objective.totals(forest))["loss"]
         found[attention] = loss, support.gradients(model)

@@ -34,7 +34,8 @@ def _without_values(
     return None if cotangent is None else scores.view(dtype)[:, : scores.shape[1]]
 
 
-def _no_autocast(hidden: torch.Tensor) -> AbstractContextManager[Any]:
+def no_autocast(hidden: torch.Tensor) -> AbstractContextManager[Any]:
+    """Products in the dtype of their operands."""
     return nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False)
 
 
@@ -112,11 +113,11 @@ class FusedChunked:
         return hidden_MH.to(dtype).contiguous()
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), _no_autocast(hidden_MH):
+        with torch.no_grad(), no_autocast(hidden_MH):
             return self._pass(self._computed(hidden_MH), token_M, None)[0]
 
     def backward(self, hidden_MH: torch.Tensor, token_M: torch.Tensor, cotangent_M: torch.Tensor):
-        with torch.no_grad(), _no_autocast(hidden_MH):
+        with torch.no_grad(), no_autocast(hidden_MH):
             found = self._pass(self._computed(hidden_MH), token_M, cotangent_M.float().contiguous())
         log_probs, dhidden, grads = found
         assert dhidden is not None

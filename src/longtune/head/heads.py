@@ -2,8 +2,8 @@
 
 Three ways with one contract: `Reference` (full logits, for tests), `Chunked` (frozen matrix, analytic backward, a
 bounded number of targets at once) and `ModelHead` (any head at all, trained or quantised, through the model's own
-forward and autograd, a bounded number of targets at once). On CUDA `fused.FusedChunked` takes the place of `Chunked`;
-`make_head` chooses.
+forward and autograd, a bounded number of targets at once). On CUDA `online.OnlineHead` takes the place of `Chunked`,
+and `fused.FusedChunked` that of `ModelHead` for a trained matrix; `make_head` chooses.
 """
 
 from __future__ import annotations
@@ -165,28 +165,33 @@ class ModelHead:
         return out, dhidden, sums
 
 
+def gpu_head(form: HeadForm, chunk: int | None) -> Head:
+    """The head of a closed form on CUDA: online, or fused where the matrix or bias is trained."""
+    from longtune.head.fused import FusedChunked
+    from longtune.head.online import OnlineHead
+
+    trained = any(p is not None and p.requires_grad for p in (form.weight, form.bias))
+    return FusedChunked(form, chunk) if trained else OnlineHead(form, chunk)
+
+
 def make_head(stack: Stack, chunk: int | None, name: str | None = None) -> Head:
     """The bounded head for a model.
 
     Args:
-        chunk: targets at once at most.
-        name: "fused", "online" or "chunked", to overrule the choice (`select.choose`). The first two are for CUDA with
-            triton; "fused" takes trained matrices too.
+        chunk: targets whose logits exist at once at most (or as many logits).
+        name: "online", "fused" or "chunked", to overrule the choice (`select.choose`). The first two are for CUDA with
+            triton.
 
     Returns:
-        the head of that name where the model's head has a closed form that it takes, else `ModelHead`.
+        the head of that name where the model's head has a closed form that it takes, else `ModelHead`; "online" with a
+        trained matrix is "fused".
     """
     name = name or choose(stack.device, stack.dtype).name
-    form = read_form(stack, trained=name == "fused", packed=True)
+    form = read_form(stack, trained=name != "chunked", packed=True)
     if form is None:
         return ModelHead(stack, chunk)
     if name == "fused":
         from longtune.head.fused import FusedChunked
 
         return FusedChunked(form, chunk)
-    if name == "online":
-        from longtune.head.online import OnlineHead, unpackable
-
-        if unpackable(form):
-            return OnlineHead(form, chunk)
-    return Chunked(form, chunk)
+    return gpu_head(form, chunk) if name == "online" else Chunked(form, chunk)

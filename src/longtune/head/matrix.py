@@ -41,10 +41,33 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
+def add_products(out_PMN: torch.Tensor, a_PMK: torch.Tensor, b_PKN: torch.Tensor) -> None:
+    """out += a b for each of P, out in fp32 (or the dtype of a and b)."""
+    if out_PMN.dtype == a_PMK.dtype:
+        out_PMN.baddbmm_(a_PMK, b_PKN)
+    elif a_PMK.device.type in WIDENS:
+        torch.baddbmm(out_PMN, a_PMK, b_PKN, out_dtype=out_PMN.dtype, out=out_PMN)
+    else:
+        out_PMN.baddbmm_(a_PMK.to(out_PMN.dtype), b_PKN.to(out_PMN.dtype))
+
+
 class Matrix(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """(V, H)."""
+        ...
+
+    def buffer(self, rows: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory that `rows` fills with so many rows at most, where it fills any."""
+        ...
+
+    def rows(self, own: slice, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Neighbouring rows, [n, H]: valid until the buffer is filled again."""
+        ...
+
+    def rows_of(self, token_M: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """A matrix that holds the rows of some tokens: the whole one, whose rows are indexed by token (True), or
+        theirs alone, [M, H] (False)."""
         ...
 
     def scores_into(self, out_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
@@ -66,13 +89,22 @@ class DenseMatrix:
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
 
+    def buffer(self, rows: int, dtype: torch.dtype) -> None:
+        return None
+
+    def rows(self, own: slice, buffer: torch.Tensor | None) -> torch.Tensor:
+        return self.weight[own]
+
+    def rows_of(self, token_M: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        return self.weight, True
+
     def scores_into(self, out_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
         product_into(out_CV, hidden_CH, self.weight.t())
 
     def hidden_gradient(self, gradient_CV: torch.Tensor) -> torch.Tensor:
         C, V = gradient_CV.shape
         H = self.weight.shape[1]
-        parts = _parts(C, V, H) if gradient_CV.device.type in WIDENS and gradient_CV.dtype != torch.float32 else 1
+        parts = even_parts(C, V, H) if gradient_CV.device.type in WIDENS and gradient_CV.dtype != torch.float32 else 1
         if parts == 1:
             return gradient_CV @ self.weight
         # Few tokens and a narrow model leave the product without enough output tiles to fill a GPU, while its inner
@@ -82,7 +114,8 @@ class DenseMatrix:
         return torch.bmm(a, b, out_dtype=torch.float32).sum(0).to(gradient_CV.dtype)
 
 
-def _parts(C: int, V: int, H: int, tile: int = 128 * 256, processors: int = 128) -> int:
+def even_parts(C: int, V: int, H: int, tile: int = 128 * 256, processors: int = 128) -> int:
+    """Equal parts of the inner dimension V of a product [C, V] x [V, H] that together have output tiles for a GPU."""
     tiles = -(-C * H // tile)
     for parts in (1, 2, 4, 8):
         if tiles * parts >= processors or V % (2 * parts) or V // (2 * parts) % 8:
@@ -96,7 +129,15 @@ class Packed(Protocol):
     out_features: int
     in_features: int
 
-    def dequantise(self, dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor: ...
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    def dequantise(
+        self,
+        dtype: torch.dtype | None = None,
+        rows: slice | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +149,17 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         return self.source.out_features, self.source.in_features
+
+    def buffer(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        words = self.source.weight
+        return torch.empty(rows, self.shape[1], dtype=dtype, device=words.device)
+
+    def rows(self, own: slice, buffer: torch.Tensor | None) -> torch.Tensor:
+        assert buffer is not None
+        return self.source.dequantise(rows=own, out=buffer[: own.stop - own.start])
+
+    def rows_of(self, token_M: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        return self.source.dequantise(dtype, token_M), False
 
     def _slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
         V, H = self.shape

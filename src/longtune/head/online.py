@@ -1,8 +1,13 @@
-"""The GPU head of least memory: logits made in a kernel, tile by tile, with an online log-sum-exp.
+"""The GPU head of a frozen matrix: one pass over slices of the vocabulary, whose logits are forgotten at once.
 
-The forward keeps one number for each token and block of the vocabulary. The backward makes the logits a second time and
-keeps the gradient of one slice of the vocabulary, whose product with the matrix is added up in fp32. That costs a third
-product of full size, and never holds a row of logits; `fused.py` is faster where its buffer fits.
+d(hidden) of a token is its cotangent times (row of its target - softmax-weighted mean of all rows), and such a mean can
+be taken online, as FlashAttention takes it over keys (Dao et al. 2022): for each slice the library multiplies hidden
+states by the matrix, a kernel (`triton_online.py`) turns the logits into exp(logit - reference), and the library
+multiplies those by the same slice of the matrix, onto fp32 sums. What is left is two products in all, a buffer of the
+logits of one slice, and the sums; each slice of a packed matrix is dequantised once for both products.
+
+The target's own column is left out of the sums and added at the end, so that a target of which the model is sure loses
+nothing to cancellation. A trained matrix needs normalised probabilities while its logits exist: `fused.py`.
 """
 
 from __future__ import annotations
@@ -12,30 +17,39 @@ from typing import Any
 import torch
 
 from longtune.head.form import HeadForm
-from longtune.head.matrix import add_product
+from longtune.head.fused import no_autocast
+from longtune.head.matrix import add_product, add_products, even_parts, product_into
 
-TOKENS = 4096
-"""Targets at once at most: what the fp32 sums of d(hidden) are kept for."""
+LOGITS_BYTES = 128 << 20
+"""Size of the buffer of logits at most."""
 
-SLICE = 4096
-"""Columns of the vocabulary whose gradient is kept at once."""
+SUMS_BYTES = 64 << 20
+"""Size of the fp32 sums of d(hidden) at most: it says how many targets pass over the matrix together."""
+
+COLUMNS = 8192
+"""Columns of the vocabulary in a slice at most; a program of the kernel holds so many."""
+
+FINISHED = 1024
+"""Targets whose rows of a packed matrix exist at once."""
 
 
 class OnlineHead:
-    """The contract of `heads.Head` for bf16, fp16 and fp32 on CUDA, and a matrix that is not trained.
+    """The contract of `heads.Head` for bf16, fp16 and fp32 on CUDA, and a matrix and bias that are not trained.
 
     Args:
-        form: the head's closed form; a packed matrix is read as it is where it is affine, of 2, 4 or 8 bits.
-        chunk: targets at once at most (None: `TOKENS`).
+        form: the head's closed form.
+        chunk: no more logits at once than so many targets have; None is what `LOGITS_BYTES` hold.
+        tokens, columns: targets of a pass and columns of a slice, instead of those that memory allows (benchmarks).
     """
 
-    def __init__(self, form: HeadForm, chunk: int | None = None):
+    def __init__(self, form: HeadForm, chunk: int | None, *, tokens: int | None = None, columns: int | None = None):
+        if any(p is not None and p.requires_grad for p in (form.weight, form.bias)):
+            raise ValueError("the online head is for a matrix and bias that are not trained")
         self.form = form
+        self.chunk = chunk
         self.matrix = form.matrix
-        self.chunk = min(chunk or TOKENS, TOKENS)
         self.parameters: list[torch.Tensor] = []
-        if not unpackable(form):
-            raise ValueError("the online head reads affine matrices of 2, 4 or 8 bits in groups of 32, 64 or 128")
+        self._forced = tokens, columns
 
     def log_probs(self, hidden_MH: torch.Tensor, token_M: torch.Tensor) -> torch.Tensor:
         return self._run(hidden_MH, token_M, None)[0]
@@ -45,119 +59,171 @@ class OnlineHead:
         assert dhidden is not None
         return log_probs, dhidden.to(hidden_MH.dtype), []
 
+    def sizes(self, count: int) -> tuple[int, int]:
+        """Targets of a pass and columns of a slice, for so many targets."""
+        V, H = self.matrix.shape
+        tokens, columns = self._forced
+        room = LOGITS_BYTES // 4 if self.chunk is None else min(LOGITS_BYTES // 4, self.chunk * V)
+        if tokens is None:
+            tokens = max(128, SUMS_BYTES // (4 * H) // 128 * 128)
+            # Slices of a thousand columns at least, or every product would be a thin one.
+            tokens = max(1, min(tokens, room // min(1024, V)))
+            # Passes of about the same size, of whole tiles of a product.
+            passes = max(1, -(-count // tokens))
+            even = -(-count // passes)
+            tokens = max(1, min(tokens, -(-even // 128) * 128, count))
+        if columns is None:
+            columns = min(COLUMNS, 1 << max(0, (room // tokens).bit_length() - 1), V)
+        return tokens, columns
+
     @torch.no_grad()
     def _run(
         self, hidden_MH: torch.Tensor, token_M: torch.Tensor, cotangent_M: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # The hidden states as the products want them: the matrix's dtype, which may differ under autocast.
         dtype = self.form.weight.dtype if self.form.packed is None else hidden_MH.dtype
         hidden_MH = hidden_MH.to(dtype).contiguous()
-        log_probs = torch.empty(token_M.numel(), dtype=torch.float32, device=hidden_MH.device)
+        count, device = token_M.numel(), hidden_MH.device
+        log_probs = torch.empty(count, dtype=torch.float32, device=device)
         dhidden = None if cotangent_M is None else torch.empty_like(hidden_MH)
-        # Triton launches on the current device.
-        with torch.autocast(hidden_MH.device.type, enabled=False), torch.cuda.device_of(hidden_MH):
-            for start in range(0, token_M.numel(), self.chunk):
-                own = slice(start, start + self.chunk)
-                picked, lse = self._statistics(hidden_MH[own], token_M[own])
-                log_probs[own] = picked - lse
-                if dhidden is not None and cotangent_M is not None:
-                    dhidden[own] = self._hidden_gradient(hidden_MH[own], token_M[own], cotangent_M[own], lse)
+        if not count:
+            return log_probs, dhidden
+        tokens, columns = self.sizes(count)
+        # Rows that the kernel and a product can both read, whatever the slice's size.
+        logits = torch.empty(tokens, -(-columns // 64) * 64, dtype=torch.float32, device=device)
+        buffer = self.matrix.buffer(columns, dtype)
+        with no_autocast(hidden_MH), torch.cuda.device_of(hidden_MH):  # Triton launches on the current device.
+            for start in range(0, count, tokens):
+                own = slice(start, min(start + tokens, count))
+                self._pass(
+                    hidden_MH[own], token_M[own], None if cotangent_M is None else cotangent_M[own], log_probs[own],
+                    None if dhidden is None else dhidden[own], logits[: own.stop - start], columns, buffer,
+                )  # fmt: skip
         return log_probs, dhidden
 
-    def _statistics(self, hidden: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the targets and log-sum-exps, fp32 [M] each."""
-        from longtune.head.triton_online import statistics_kernel
+    def _pass(
+        self,
+        hidden: torch.Tensor,
+        token: torch.Tensor,
+        cotangent: torch.Tensor | None,
+        log_probs: torch.Tensor,
+        dhidden: torch.Tensor | None,
+        logits: torch.Tensor,
+        columns: int,
+        buffer: torch.Tensor | None,
+    ) -> None:
+        V, H = self.matrix.shape
+        M = hidden.shape[0]
+        carried = torch.empty(3, M, dtype=torch.float32, device=hidden.device)
+        sums = None
+        if dhidden is not None:
+            parts = even_parts(M, columns, H)
+            sums = torch.zeros(parts, M, H, dtype=torch.float32, device=hidden.device)
+        for first in range(0, V, columns):
+            width = min(columns, V - first)
+            rows = self.matrix.rows(slice(first, first + width), buffer)
+            product_into(logits[:, :width], hidden, rows.t())
+            weights = logits.view(hidden.dtype)[:, :width]
+            self._slice(logits, weights, token, carried, sums, first, width, columns)
+            if sums is not None:
+                _add(sums, weights, rows)
+        if dhidden is None or cotangent is None or sums is None:
+            self._finish(carried, None, log_probs, None, cotangent, token)
+            return
+        # A whole matrix is indexed by all targets; of a packed one, a bounded number of their rows exists at once.
+        step = M if self.form.packed is None else FINISHED
+        for start in range(0, M, step):
+            own = slice(start, start + step)
+            self._finish(carried[:, own], sums[:, own], log_probs[own], dhidden[own], cotangent[own], token[own])
 
-        options = self._options(hidden)
-        rows, blocks = _grid(hidden.shape[0], self.matrix.shape[0], options)
-        partial = torch.empty(blocks, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        picked = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        kernel: Any = statistics_kernel
-        kernel[(rows, blocks)](
-            hidden, *self._pointers(hidden), token, partial, picked, hidden.shape[0], self.matrix.shape[0],
-            **options,
-        )  # fmt: skip
-        return picked, torch.logsumexp(partial, 0)
+    def _slice(
+        self,
+        logits: torch.Tensor,
+        weights: torch.Tensor,
+        token: torch.Tensor,
+        carried: torch.Tensor,
+        sums: torch.Tensor | None,
+        first: int,
+        width: int,
+        columns: int,
+    ) -> None:
+        if logits.is_meta:
+            return
+        from longtune.head.triton_online import slice_kernel
 
-    def _hidden_gradient(
-        self, hidden: torch.Tensor, token: torch.Tensor, cotangent: torch.Tensor, lse: torch.Tensor
-    ) -> torch.Tensor:
-        from longtune.head.triton_online import gradient_kernel
-
-        options = self._options(hidden)
-        V = self.matrix.shape[0]
-        total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        gradient = torch.empty(hidden.shape[0], min(SLICE, -(-V // 64) * 64), dtype=hidden.dtype, device=hidden.device)
-        kernel: Any = gradient_kernel
-        for first in range(0, V, SLICE):
-            last = min(first + SLICE, V)
-            kernel[_grid(hidden.shape[0], last - first, options)](
-                hidden, *self._pointers(hidden), token, cotangent, lse, gradient, first, hidden.shape[0], last,
-                stride_gradient=gradient.stride(0), **options,
-            )  # fmt: skip
-            part = gradient[:, : last - first]
-            if self.form.packed is None:
-                add_product(total, part, self.form.weight[first:last])
-            else:
-                add_product(total, part, self.form.packed.dequantise(hidden.dtype, slice(first, last)))
-        return total
-
-    def _pointers(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The matrix's words (or numbers), scales, zeros and bias; what there is none of is never read."""
-        bias = hidden if self.form.bias is None else self.form.bias.detach()
-        packed: Any = self.form.packed
-        if packed is None:
-            return self.form.weight.detach(), hidden, hidden, bias
-        source = getattr(packed, "source", packed)
-        return source.weight, source.scales, source.biases, bias
-
-    def _options(self, hidden: torch.Tensor) -> dict[str, Any]:
-        packed: Any = self.form.packed
-        source = getattr(packed, "source", packed)
-        wide = hidden.dtype == torch.float32
-        options: dict[str, Any] = dict(
-            stride_hidden=hidden.stride(0),
-            stride_weight=self.form.weight.stride(0),
-            stride_scale=0,
-            hidden_size=self.matrix.shape[1],
-            scale=self.form.scale,
-            softcap=self.form.softcap or 1.0,
-            HAS_BIAS=self.form.bias is not None,
-            HAS_SOFTCAP=self.form.softcap is not None,
-            BITS=0,
-            GROUP=1,
-            BLOCK_M=64 if wide else 128,
-            BLOCK_V=64 if wide else 256 if _roomy(hidden.device) else 128,
-            BLOCK_K=32 if wide else 64,
-            PRECISION="ieee" if wide else "tf32",
-            num_warps=4 if wide else 8,
-            num_stages=2 if wide else 3,
+        form = self.form
+        block = max(16, 1 << (columns - 1).bit_length())
+        kernel: Any = slice_kernel
+        kernel[(token.numel(),)](
+            logits,
+            weights,
+            logits if form.bias is None else form.bias.detach(),
+            token,
+            *carried,
+            logits if sums is None else sums,
+            logits.stride(0),
+            weights.stride(0),
+            0 if sums is None else sums.stride(0),
+            first,
+            width,
+            self.matrix.shape[1],
+            form.scale,
+            form.softcap or 1.0,
+            PARTS=1 if sums is None else sums.shape[0],
+            FIRST=first == 0,
+            HAS_BIAS=form.bias is not None,
+            HAS_SOFTCAP=form.softcap is not None,
+            HAS_GRADIENT=sums is not None,
+            BLOCK=block,
+            BLOCK_H=1024,
+            num_warps=min(max(block // 512, 4), 16),
         )
-        if packed is not None:
-            group = source.format.group_size
-            options |= dict(
-                stride_scale=source.scales.stride(0),
-                BITS=source.format.bits,
-                GROUP=group,
-                BLOCK_K=min(group, 32 if wide else 64),
-            )
-        return options | dict(EVEN=self.matrix.shape[1] % options["BLOCK_K"] == 0)
+
+    def _finish(
+        self,
+        carried: torch.Tensor,
+        sums: torch.Tensor | None,
+        log_probs: torch.Tensor,
+        dhidden: torch.Tensor | None,
+        cotangent: torch.Tensor | None,
+        token: torch.Tensor,
+    ) -> None:
+        rows, by_token = log_probs, True
+        if dhidden is not None:
+            rows, by_token = self.matrix.rows_of(token, dhidden.dtype)
+        if log_probs.is_meta:
+            return
+        from longtune.head.triton_online import finish_kernel
+
+        kernel: Any = finish_kernel
+        kernel[(token.numel(),)](
+            log_probs if sums is None else sums,
+            rows,
+            log_probs if cotangent is None else cotangent,
+            token,
+            *carried,
+            log_probs,
+            log_probs if dhidden is None else dhidden,
+            0 if sums is None else sums.stride(0),
+            rows.stride(0),
+            self.matrix.shape[1],
+            self.form.scale,
+            self.form.softcap or 1.0,
+            PARTS=1 if sums is None else sums.shape[0],
+            BY_TOKEN=by_token,
+            HAS_SOFTCAP=self.form.softcap is not None,
+            HAS_GRADIENT=dhidden is not None,
+            BLOCK_H=1024,
+        )
 
 
-def _roomy(device: torch.device) -> bool:
-    """Whether a program may take 144 KiB of shared memory (data-centre cards since compute capability 8.0)."""
-    if device.type != "cuda":
-        return True
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160 << 10
-
-
-def _grid(rows: int, columns: int, options: dict[str, Any]) -> tuple[int, int]:
-    return -(-rows // options["BLOCK_M"]), -(-columns // options["BLOCK_V"])
-
-
-def unpackable(form: HeadForm) -> bool:
-    """Whether the kernels read the matrix as it is."""
-    if form.packed is None:
-        return True
-    source: Any = getattr(form.packed, "source", form.packed)
-    format = source.format
-    return format.mode == "affine" and format.bits in (2, 4, 8) and format.group_size in (32, 64, 128)
+def _add(sums_PMH: torch.Tensor, weights_MC: torch.Tensor, rows_CH: torch.Tensor) -> None:
+    """sums += weights rows. Where the targets are few, the columns are divided among the parts: one product for all of
+    them would leave most of a GPU idle."""
+    parts = sums_PMH.shape[0]
+    share, left = divmod(weights_MC.shape[1], parts)
+    if parts == 1 or left or share % 8:
+        add_product(sums_PMH[0], weights_MC, rows_CH)
+    else:
+        weights = weights_MC.unflatten(1, (parts, share)).transpose(0, 1)
+        add_products(sums_PMH, weights, rows_CH.unflatten(0, (parts, share)))

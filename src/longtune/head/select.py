@@ -18,14 +18,16 @@ class Choice:
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Choice:
-    """ "fused" or "chunked" for a device and dtype, with the reason."""
+    """ "online" or "chunked" for a device and dtype, with the reason."""
     if device.type != "cuda":
-        return Choice("chunked", f"the fused head needs CUDA, not {device.type}")
+        return Choice("chunked", f"the online head needs CUDA, not {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Choice("chunked", f"the fused head takes bf16, fp16 and fp32, not {dtype}")
+        return Choice("chunked", f"the online head takes bf16, fp16 and fp32, not {dtype}")
     if fault := triton_fault(device):
         return Choice("chunked", fault)
-    return Choice("fused", "one pass over the logits in place, by triton")
+    return Choice(
+        "online", "one pass over slices of the vocabulary, logits in place, by triton; fused where it is trained"
+    )
 
 
 @cache

@@ -1,10 +1,11 @@
-"""Triton kernels that make logits tile by tile and keep none: the log-sum-exp, and one slice's gradient.
+"""Triton kernels between the products of the online head: one slice of the vocabulary's logits, and the last step.
 
-A tile is BLOCK_M tokens x BLOCK_V columns of the vocabulary, scores accumulated in fp32 and never rounded. The matrix
-is read dense, or as affine-packed words that are unpacked in registers. `online.py` says when they run.
+`online.py` says what is computed and when. A program takes one token. What a token carries from slice to slice is a
+reference (a logit near the largest of the columns that are not its target), the sum of exp(z - reference) over those
+columns, and the target's own logit, all fp32.
 """
 
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -13,166 +14,146 @@ import triton.language as tl
 
 from longtune.head.triton_logits import bend
 
-
-@triton.jit
-def _tile_scores(
-    hidden_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    row,
-    row_inside,
-    column,
-    column_inside,
-    stride_hidden,
-    stride_weight,
-    stride_scale,
-    hidden_size,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """hidden W^T of a tile, fp32; BITS is 0 for a dense matrix."""
-    at_k = tl.arange(0, BLOCK_K)
-    hidden = hidden_ptr + row.to(tl.int64)[:, None] * stride_hidden + at_k[None, :]
-    scores = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
-    if BITS == 0:
-        weight = weight_ptr + column.to(tl.int64)[None, :] * stride_weight + at_k[:, None]
-        for k in range(0, hidden_size, BLOCK_K):
-            if EVEN:
-                a = tl.load(hidden + k, mask=row_inside[:, None], other=0.0)
-                b = tl.load(weight + k, mask=column_inside[None, :], other=0.0)
-            else:
-                inside = at_k < hidden_size - k
-                a = tl.load(hidden + k, mask=row_inside[:, None] & inside[None, :], other=0.0)
-                b = tl.load(weight + k, mask=column_inside[None, :] & inside[:, None], other=0.0)
-            scores = tl.dot(a, b, scores, input_precision=PRECISION)
-    else:
-        # A word holds EACH neighbours of a row; a block of columns lies within one group.
-        EACH: tl.constexpr = 32 // BITS
-        WORDS: tl.constexpr = BLOCK_K // EACH
-        weight = weight_ptr + column.to(tl.int64)[:, None] * stride_weight + tl.arange(0, WORDS)[None, :]
-        scales = scale_ptr + column.to(tl.int64) * stride_scale
-        zeros = zero_ptr + column.to(tl.int64) * stride_scale
-        shift = (tl.arange(0, EACH) * BITS)[None, None, :]
-        for k in range(0, hidden_size, BLOCK_K):
-            a = tl.load(hidden + k, mask=row_inside[:, None], other=0.0)
-            words = tl.load(weight + k // EACH, mask=column_inside[:, None], other=0)
-            q = tl.reshape((words[:, :, None] >> shift) & ((1 << BITS) - 1), [BLOCK_V, BLOCK_K])
-            scale = tl.load(scales + k // GROUP, mask=column_inside, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + k // GROUP, mask=column_inside, other=0.0).to(tl.float32)
-            b = (q.to(tl.float32) * scale[:, None] + zero[:, None]).to(a.dtype)
-            scores = tl.dot(a, tl.trans(b), scores, input_precision=PRECISION)
-    return scores
+SLACK = tl.constexpr(8.0)
+"""How far a logit may lie above its token's reference before what was summed is scaled down to a new one. exp of it
+must be far from the largest fp16."""
 
 
 @triton.jit
-def statistics_kernel(
-    hidden_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
+def slice_kernel(
+    logits_ptr,
+    weights_ptr,
     bias_ptr,
     token_ptr,
-    partial_ptr,
+    reference_ptr,
+    total_ptr,
     picked_ptr,
-    tokens,
-    vocabulary,
-    stride_hidden,
-    stride_weight,
-    stride_scale,
+    sums_ptr,
+    stride_logits,
+    stride_weights,
+    stride_part,
+    first,
+    columns,
     hidden_size,
     scale,
     softcap,
+    PARTS: tl.constexpr,
+    FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    """Log-sum-exp of each token over one block of the vocabulary, [blocks, M], and the targets' logits, [M]."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = tl.program_id(1)
-    column = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    row_inside = row < tokens
-    column_inside = column < vocabulary
-    raw = _tile_scores(
-        hidden_ptr, weight_ptr, scale_ptr, zero_ptr, row, row_inside, column, column_inside, stride_hidden,
-        stride_weight, stride_scale, hidden_size, BITS, GROUP, EVEN, BLOCK_M, BLOCK_V, BLOCK_K, PRECISION,
-    )  # fmt: skip
+    """Columns `first` and on of one token: exp(z - reference) times the softcap's slope, written over the raw scores
+    (in the model's dtype, zero at the target), and what the token carries brought up to date.
+
+    Where the reference is raised, the sums of those weights times the matrix, [PARTS, tokens, H], are scaled down.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row)
+    place = tl.arange(0, BLOCK)
+    column = first + place
+    inside = place < columns
+    raw = tl.load(logits_ptr + row * stride_logits + place, mask=inside, other=0.0)
     if HAS_BIAS:
-        raw += tl.load(bias_ptr + column, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    z, _slope = bend(raw, scale, softcap, HAS_SOFTCAP)
-    token = tl.load(token_ptr + row, mask=row_inside, other=-1)
-    hit = column[None, :] == token[:, None]
-    # A target lies in one block alone, and that block's program writes it.
-    mine = (token >= block * BLOCK_V) & (token < (block + 1) * BLOCK_V)
-    tl.store(picked_ptr + row, tl.sum(tl.where(hit, z, 0.0), 1), mask=mine)
-    z = tl.where(column_inside[None, :], z, float("-inf"))
-    highest = tl.max(z, 1)
-    partial = highest + tl.log(tl.sum(tl.exp(z - highest[:, None]), 1))
-    tl.store(partial_ptr + block.to(tl.int64) * tokens + row, partial, mask=row_inside)
+        raw += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    z, slope = bend(raw, scale, softcap, HAS_SOFTCAP)
+    own = column == token
+    if (token >= first) & (token < first + columns):
+        tl.store(picked_ptr + row, tl.sum(tl.where(own, z, 0.0), 0))
+    z = tl.where(inside & (column != token), z, float("-inf"))
+    top = tl.max(z, 0)
+    if FIRST:
+        before = top
+        total = 0.0
+    else:
+        before = tl.load(reference_ptr + row)
+        total = tl.load(total_ptr + row)
+    reference = tl.where(top > before + SLACK, top, before)
+    # A token whose every column so far was its target has no reference, and no sums.
+    shift = tl.where(reference == float("-inf"), 0.0, reference)
+    weight = tl.exp(z - shift)
+    lower = tl.exp(before - shift)
+    tl.store(total_ptr + row, total * lower + tl.sum(weight, 0))
+    tl.store(reference_ptr + row, reference)
+    if HAS_GRADIENT:
+        # The weights may be narrower than the scores, and then lie at the front of their own row: everything there has
+        # been read by any thread.
+        tl.debug_barrier()
+        if HAS_SOFTCAP:
+            weight = weight * slope
+        tl.store(weights_ptr + row * stride_weights + place, weight.to(weights_ptr.dtype.element_ty), mask=inside)
+        if not FIRST:
+            if reference > before:
+                for part in range(PARTS):
+                    at = sums_ptr + part * stride_part + row * hidden_size
+                    for start in range(0, hidden_size, BLOCK_H):
+                        here = start + tl.arange(0, BLOCK_H)
+                        sums = tl.load(at + here, mask=here < hidden_size, other=0.0)
+                        tl.store(at + here, sums * lower, mask=here < hidden_size)
 
 
 @triton.jit
-def gradient_kernel(
-    hidden_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    token_ptr,
+def _log1p(x):
+    """log(1 + x) for x in [0, 1]; 1 + x alone would lose a small x."""
+    return tl.where(x < 1e-3, x - x * x * (0.5 - x / 3), tl.log(1 + x))
+
+
+@triton.jit
+def finish_kernel(
+    sums_ptr,
+    rows_ptr,
     cotangent_ptr,
-    lse_ptr,
-    gradient_ptr,
-    first_column,
-    tokens,
-    vocabulary,
-    stride_hidden,
-    stride_weight,
-    stride_scale,
-    stride_gradient,
+    token_ptr,
+    reference_ptr,
+    total_ptr,
+    picked_ptr,
+    log_prob_ptr,
+    out_ptr,
+    stride_part,
+    stride_rows,
     hidden_size,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    """Gradient of the raw scores of the columns from `first_column` on, [M, columns of the slice]."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    column = first_column + place
-    row_inside = row < tokens
-    column_inside = column < vocabulary
-    raw = _tile_scores(
-        hidden_ptr, weight_ptr, scale_ptr, zero_ptr, row, row_inside, column, column_inside, stride_hidden,
-        stride_weight, stride_scale, hidden_size, BITS, GROUP, EVEN, BLOCK_M, BLOCK_V, BLOCK_K, PRECISION,
-    )  # fmt: skip
-    if HAS_BIAS:
-        raw += tl.load(bias_ptr + column, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    z, slope = bend(raw, scale, softcap, HAS_SOFTCAP)
-    token = tl.load(token_ptr + row, mask=row_inside, other=-1)
-    factor = tl.load(cotangent_ptr + row, mask=row_inside, other=0.0).to(tl.float32) * scale
-    lse = tl.load(lse_ptr + row, mask=row_inside, other=float("inf"))
-    hit = tl.where(column[None, :] == token[:, None], 1.0, 0.0)
-    gradient = factor[:, None] * (hit - tl.exp(z - lse[:, None])) * slope
-    tl.store(
-        gradient_ptr + row.to(tl.int64)[:, None] * stride_gradient + place[None, :],
-        gradient.to(gradient_ptr.dtype.element_ty),
-        mask=row_inside[:, None] & column_inside[None, :],
-    )
+    """The log-prob of one token, and its d(hidden) from the sums and the target's row of the matrix.
+
+    `rows_ptr` is the matrix itself (BY_TOKEN), or the targets' rows one after another.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    reference = tl.load(reference_ptr + row)
+    picked = tl.load(picked_ptr + row)
+    # log of the other columns' odds against the target: everything follows from it without cancellation.
+    total = tl.load(total_ptr + row)
+    odds = reference + tl.log(tl.where(total == 0, 1.0, total)) - picked
+    small = tl.exp(-tl.abs(odds))
+    log_prob = -(tl.maximum(odds, 0.0) + _log1p(small))
+    tl.store(log_prob_ptr + row, log_prob)
+    if HAS_GRADIENT:
+        rest = tl.where(odds > 0, 1.0, small) / (1 + small)
+        factor = tl.load(cotangent_ptr + row).to(tl.float32) * scale
+        slope = 1.0
+        if HAS_SOFTCAP:
+            slope = 1 - (picked / softcap) * (picked / softcap)
+        # exp(reference - lse), where lse = picked - log_prob.
+        share = tl.exp(tl.where(reference == float("-inf"), reference, reference - picked + log_prob))
+        if BY_TOKEN:
+            own = rows_ptr + tl.load(token_ptr + row) * stride_rows
+        else:
+            own = rows_ptr + row * stride_rows
+        for start in range(0, hidden_size, BLOCK_H):
+            here = start + tl.arange(0, BLOCK_H)
+            inside = here < hidden_size
+            sums = tl.load(sums_ptr + row * hidden_size + here, mask=inside, other=0.0)
+            for part in range(1, PARTS):
+                at = sums_ptr + part * stride_part + row * hidden_size
+                sums += tl.load(at + here, mask=inside, other=0.0)
+            target = tl.load(own + here, mask=inside, other=0.0).to(tl.float32)
+            gradient = factor * (rest * slope * target - share * sums)
+            tl.store(out_ptr + row * hidden_size + here, gradient.to(out_ptr.dtype.element_ty), mask=inside)

@@ -70,8 +70,14 @@ class PackedWeight(nn.Module):
         """Of the numbers."""
         return torch.Size([*self.weight.shape[:-1], self.columns])
 
-    def dequantise(self, dtype: torch.dtype | None = None, rows: Rows | None = None) -> torch.Tensor:
-        """The numbers [*, R, C], or [n, C] for some rows (of the flattened leading axes); a new tensor each time."""
+    def dequantise(
+        self, dtype: torch.dtype | None = None, rows: Rows | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The numbers [*, R, C], or [n, C] for some rows (of the flattened leading axes).
+
+        Args:
+            out: where to write them, dense, with a dtype of its own; None makes a new tensor.
+        """
         words, scales = self.weight.flatten(0, -2), self.scales.flatten(0, -2)
         biases = None if self.biases is None else self.biases.flatten(0, -2)
         shared = self.global_scale
@@ -83,8 +89,10 @@ class PackedWeight(nn.Module):
             biases = None if biases is None else biases[rows]
             shared = shared[rows] if shared is not None and shared.ndim else shared
             shape = torch.Size([words.shape[0], self.columns])
-        out = torch.empty(words.shape[0], self.columns, dtype=dtype or self.compute_dtype, device=words.device)
-        return dequantise_rows(self.format, words, scales, biases, shared, out).view(shape)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype or self.compute_dtype, device=words.device)
+        dequantise_rows(self.format, words, scales, biases, shared, out.view(-1, self.columns))
+        return out
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """As `dequantise`, but the kept tensor while the layer is open (see `opened`): not to be written to."""
@@ -180,8 +188,10 @@ class TiedHead(nn.Module):
     def compute_dtype(self) -> torch.dtype:
         return self.source.compute_dtype
 
-    def dequantise(self, dtype: torch.dtype | None = None, rows: Rows | None = None) -> torch.Tensor:
-        return self.source.dequantise(dtype, rows)
+    def dequantise(
+        self, dtype: torch.dtype | None = None, rows: Rows | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.source.dequantise(dtype, rows, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return frozen_linear(x, self.source.numbers, cast(Any, self.bias))
