@@ -7,6 +7,7 @@ the rest (names, configuration, files, merging, other variants) stays PEFT's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,13 @@ from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
 
+from longtune.model.expert_lora import lean_stack
+from longtune.model.experts import stack_owners
 from longtune.model.packed import PackedLinear, dequantise
 from longtune.model.packed.modules import frozen_linear
+
+Numbers = torch.Tensor | Callable[[torch.dtype], torch.Tensor]
+"""A frozen weight [out, in], or what gives it in a dtype."""
 
 
 class LeanLinear(lora.Linear):
@@ -26,6 +32,10 @@ class LeanLinear(lora.Linear):
     bias in B, no autocast. Anything else is left to PEFT's forward.
     """
 
+    unread: bool = False
+    """Nobody reads the values of the next outputs: only gradients pass through them (set by the engine for a while).
+    They are then not computed, where that can be had."""
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., in] -> [..., out], both in the dtype of x. Gradients reach A and B in their own dtype."""
         name = self._plain_adapter()
@@ -34,20 +44,30 @@ class LeanLinear(lora.Linear):
         down_RI = cast(nn.Linear, self.lora_A[name]).weight.to(x.dtype)
         up_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
         x_NI = x.reshape(-1, x.shape[-1])
-        y_NO = self._base(x_NI)
-        low_NR = F.linear(self.lora_dropout[name](x_NI), down_RI)
-        # In place: a frozen linear doesn't need its output again, and a second [N, out] would be the peak of the layer.
-        y_NO.addmm_(low_NR, up_OR.t(), alpha=self.scaling[name])
-        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
-
-    def _base(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """What the frozen layer below gives; a new tensor that nobody else holds."""
-        base = cast(nn.Linear, self.base_layer)
-        if _is_4bit(base):
+        dropout = self.lora_dropout[name]
+        base, numbers = cast(nn.Linear, self.base_layer), self._numbers()
+        if isinstance(dropout, nn.Identity) and numbers is not None:
+            bias, scale = base.bias, self.scaling[name]
+            product = _lean if isinstance(numbers, torch.Tensor) else cast(Any, _made_lean)
+            y_NO = product(x_NI, down_RI, up_OR, bias, numbers, scale, self.unread)
+        else:
             # bitsandbytes' own forward may answer with a view, which can't be added to in place. This is the same
             # product with the same numbers.
-            return frozen_linear(x_NI, lambda dtype: dequantise(base, dtype), base.bias)
-        return base(x_NI)
+            y_NO = base(x_NI) if not callable(numbers) else frozen_linear(x_NI, numbers, base.bias)
+            # In place: a frozen linear doesn't need its output again, and a second [N, out] would be the layer's peak.
+            y_NO.addmm_(F.linear(dropout(x_NI), down_RI), up_OR.t(), alpha=self.scaling[name])
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+
+    def _numbers(self) -> Numbers | None:
+        """The frozen weight below [out, in], or what makes it; None where only its module can compute with it."""
+        base = cast(nn.Linear, self.base_layer)
+        if isinstance(base, PackedLinear):
+            return base.numbers
+        if _is_4bit(base):
+            return lambda dtype: dequantise(base, dtype)
+        plain = type(base.weight) in (torch.Tensor, nn.Parameter) and base.weight.is_floating_point()
+        frozen = not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+        return base.weight if plain and frozen else None
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         if isinstance(module, PackedLinear):
@@ -64,13 +84,57 @@ class LeanLinear(lora.Linear):
         return name
 
 
-def use_lean_layers(config: LoraConfig) -> LoraConfig:
-    """Make PEFT build `LeanLinear` for `nn.Linear`, packed and 4-bit linears; for others its own choice stands.
+class _LeanProduct(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T for a frozen W, with one [N, in] for the gradient of x.
+
+    Without values (`unread`) the result is a placeholder of y's shape that takes no memory; gradients are the same.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NI, down_RI, up_OR, bias, numbers, scale, unread):  # pyright: ignore[reportIncompatibleMethodOverride]
+        low_NR = F.linear(x_NI, down_RI)
+        ctx.scale = scale
+        given = isinstance(numbers, torch.Tensor)
+        ctx.numbers = None if given else numbers
+        ctx.save_for_backward(x_NI, down_RI, up_OR, low_NR, numbers if given else None)
+        if unread:
+            return x_NI.new_zeros(()).expand(x_NI.shape[0], up_OR.shape[0])
+        weight_OI = numbers if given else numbers(x_NI.dtype)
+        y_NO = F.linear(x_NI, weight_OI, None if bias is None else bias.to(x_NI.dtype))
+        return y_NO.addmm_(low_NR, up_OR.t(), alpha=scale)
+
+    @staticmethod
+    def backward(ctx, dy_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NI, down_RI, up_OR, low_NR, weight_OI = ctx.saved_tensors
+        dlow_NR = (dy_NO @ up_OR) * ctx.scale
+        dx_NI = None
+        if ctx.needs_input_grad[0]:
+            dx_NI = dy_NO @ (ctx.numbers(dy_NO.dtype) if weight_OI is None else weight_OI)
+            dx_NI.addmm_(dlow_NR, down_RI)
+        dup_OR = (dy_NO.t() @ low_NR) * ctx.scale
+        return dx_NI, dlow_NR.t() @ x_NI, dup_OR, None, None, None, None
+
+
+def _lean(*args: Any) -> torch.Tensor:
+    return cast(torch.Tensor, _LeanProduct.apply(*args))
+
+
+# A compiled layer leaves its graph here: what is dequantised, kept for a while, or made again is no part of it.
+_made_lean = torch.compiler.disable(_lean)
+
+
+def use_lean_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
+    """Make PEFT build `LeanLinear` for `nn.Linear`, packed and 4-bit linears, and `expert_lora.ParamWrapper` for stacks
+    of experts; for others its own choice stands.
 
     PEFT's registry of custom modules lives in the configuration object: nothing global changes, and nothing of
     it is saved with the adapter.
+
+    Args:
+        model: which the adapter is for.
     """
-    made = {nn.Linear: _lean_or_default, PackedLinear: _lean_or_default}
+    made: dict[type[nn.Module], Any] = {nn.Linear: _lean_or_default, PackedLinear: _lean_or_default}
+    made |= {type(owner): lean_stack for owner in stack_owners(model)}
     config._register_custom_module(made)  # pyright: ignore[reportArgumentType]
     return config
 
