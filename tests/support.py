@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, dict] = {
 
 
 def tiny_config(name: str, **changes):
-    settings = {**BASE, **ARCHITECTURES[name], **changes}
+    settings = {**BASE, **ARCHITECTURES.get(name, {}), **changes}
     if name == "deepseek_v3":
         settings.pop("head_dim")
     return AutoConfig.for_model(name, **settings)

@@ -207,6 +207,28 @@ def test_figures_come_from_the_modules_and_from_the_files_beside_the_model(tmp_p
     assert ranks.by_name["model.layers.3.mlp.up_proj"] == 8
 
 
+def test_experts_take_the_higher_figure_of_what_mlx_keeps_apart(tmp_path):
+    model = tiny_model("qwen3_moe", torch.float32)
+    entries = {
+        "model.layers.0.mlp.switch_mlp.gate_proj": 0.25,
+        "model.layers.0.mlp.switch_mlp.up_proj": 0.5,
+        "language_model.model.layers.1.mlp.switch_mlp.down_proj": 0.125,
+        "model.layers.2.mlp.experts.gate_up_proj": 0.75,
+    }
+    listed = [{"layer_name": name, "sensitivities": {"4": kl}} for name, kl in entries.items()]
+    (tmp_path / "sensitivity.json").write_text(json.dumps(listed))
+    found = find_figures(model, None, sensitivity=tmp_path)
+    stacks = {
+        "model.layers.0.mlp.experts.gate_up_proj": 0.5,
+        "model.layers.1.mlp.experts.down_proj": 0.125,
+        "model.layers.2.mlp.experts.gate_up_proj": 0.75,
+    }
+    assert found.kl == stacks
+    ranks = lora_ranks(model, found, rank=8, policy="by_kl", targets=["experts"])
+    assert ranks.by_name["model.layers.1.mlp.experts.down_proj"] == 4
+    assert ranks.by_name["model.layers.2.mlp.experts.gate_up_proj"] == 12
+
+
 def test_widths_of_weights_that_were_dequantised_on_loading_come_from_the_metadata(tmp_path):
     model = tiny_model("llama", torch.float32)
     layers = {"model.layers.0.self_attn.q_proj": {"bits": 8, "group_size": 64}}

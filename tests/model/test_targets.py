@@ -52,8 +52,35 @@ def test_what_all_linear_leaves_out_is_said():
     assert linears.startswith("12 linears of dense and shared MLPs (down_proj, gate_proj, up_proj) get no adapter")
     assert experts.startswith("experts get no adapter: their weights are 6 stacked tensors")
     (experts,) = left_out(tiny_model("qwen3_moe"), ["all-linear", "q_proj"])
-    assert "8 stacked tensors" in experts
+    assert "8 stacked tensors" in experts and experts.endswith("(to adapt them: lora.targets [all-linear, experts])")
+    assert not left_out(tiny_model("qwen3_moe"), ["all-linear", "experts"])
+    (experts,) = left_out(tiny_model("qwen3_moe"), ["all-linear", "down_proj", "(no expression"])
+    assert "4 stacked tensors" in experts
     assert left_out(tiny_model("llama")) == [] == left_out(tiny_model("qwen3_moe"), ["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("experts", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+        ("mlp.experts", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+        ("experts.down_proj", {"mlp.experts.down_proj"}),
+        ("gate_up_proj", {"mlp.experts.gate_up_proj"}),
+        (r".*experts.*", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+    ],
+)
+def test_experts_are_meant_by_their_module_or_tensor(pattern, found):
+    model = tiny_model("qwen3_moe")
+    assert ends(choose_targets(model, [pattern])) == found
+    last = choose_targets(model, ["all-linear", pattern], layers="last 1")
+    assert {int(name.split(".")[2]) for name in last} == {3} and found < ends(last)
+    assert not found & ends(choose_targets(model, ["all-linear"]))
+
+
+def test_a_name_that_means_linears_and_experts_is_refused_where_peft_would_mix_them_up():
+    with pytest.raises(UserError, match="PEFT takes down_proj for experts"):
+        choose_targets(tiny_model("deepseek_v3"), ["down_proj"])
+    assert ends(choose_targets(tiny_model("deepseek_v3"), ["experts.down_proj"])) == {"mlp.experts.down_proj"}
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
@@ -110,7 +137,7 @@ def test_a_module_of_the_prologue_is_refused_by_name():
 
 def test_what_is_no_linear_is_refused():
     with pytest.raises(UserError, match="not a linear"):
-        choose_targets(tiny_model("gpt_oss"), ["experts"])
+        choose_targets(tiny_model("gpt_oss"), ["router"])
     with pytest.raises(UserError, match="not a regular expression"):
         choose_targets(tiny_model("llama"), ["(q_proj"])
 

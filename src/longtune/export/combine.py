@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import functional as F
 
 from longtune.model.adapter_files import Update
 
@@ -32,7 +33,7 @@ def combined(parts: Sequence[tuple[Named, float]]) -> dict[str, Update]:
         ups = [_times(update.up_OR, weight * update.scale / scale) for update, weight in terms]
         downs = [update.down_RI for update, _ in terms]
         wide = torch.promote_types(*(_widest(tensors) for tensors in (downs, ups)))
-        down_RI, up_OR = torch.cat([x.to(wide) for x in downs]), torch.cat([x.to(wide) for x in ups], dim=1)
+        down_RI, up_OR = torch.cat([x.to(wide) for x in downs], dim=-2), torch.cat([x.to(wide) for x in ups], dim=-1)
         whole[name] = Update(down_RI, up_OR, scale)
     return whole
 
@@ -67,8 +68,8 @@ def _padded(update: Update, rank: int) -> Update:
         return update
     down, up = update.down_RI, update.up_OR
     return Update(
-        torch.cat([down, down.new_zeros(more, down.shape[1])]),
-        torch.cat([up, up.new_zeros(up.shape[0], more)], dim=1),
+        F.pad(down, (0, 0, 0, more)),
+        F.pad(up, (0, more)),
         update.scale,
     )
 

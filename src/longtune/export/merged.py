@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from longtune.errors import Problem, UserError
 from longtune.export.combine import Named
 from longtune.model.adapter_files import Update
+from longtune.model.experts import is_transposed
 from longtune.model.packed.storage import dequantise, is_quantised
 
 SHARD = "5GB"
@@ -98,7 +99,7 @@ def merge(model: PreTrainedModel, updates: Named, dtype: torch.dtype) -> PreTrai
                 continue
             if id(parameter) not in taken:
                 name = f"{path}.{leaf}" if path else leaf
-                update = updates.get(path) if leaf == "weight" else None
+                update = updates.get(path) if leaf == "weight" else updates.get(name)
                 value = _take(modules.get(path), modules, name, update, dtype)
                 if value.shape != parameter.shape:
                     raise RuntimeError(f"{name} is {list(value.shape)} in the base, {list(parameter.shape)} when dense")
@@ -129,6 +130,9 @@ def _take(
         value = (wide.t() if isinstance(module, Conv1D) else wide).to("cpu", dtype).contiguous()
     else:
         assert isinstance(held, torch.Tensor), f"the base has no {name}"
+        if update is not None:
+            delta = update.delta().to(held.device)
+            held = held.float() + (delta.mT if is_transposed(module) else delta)
         value = held.detach().to("cpu", dtype) if held.is_floating_point() else held.detach().cpu()
     if leaf in module._parameters:
         module._parameters[leaf] = nn.Parameter(value.new_empty(0), requires_grad=False)

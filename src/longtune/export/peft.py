@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -15,10 +15,19 @@ from safetensors.torch import save_file
 
 from longtune.export.combine import Named, commonest
 from longtune.model.adapter_files import CONFIG, PREFIX, WEIGHTS
+from longtune.model.experts import joined
 
 
 def write(
-    folder: Path, updates: Named, *, targets: Sequence[str], base: str, rslora: bool, dtype: torch.dtype | None = None
+    folder: Path,
+    updates: Named,
+    *,
+    targets: Sequence[str],
+    base: str,
+    rslora: bool,
+    parameters: Sequence[str] = (),
+    paths: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write an adapter.
 
@@ -28,6 +37,8 @@ def write(
     Args:
         targets: what `target_modules` says.
         base: name of the base model.
+        parameters: what `target_parameters` says.
+        paths: path in the file of each stack of experts (`experts.nested_paths`).
         rslora: say the scales as alpha / sqrt(rank) instead of alpha / rank.
         dtype: of the tensors; the default is their own.
     """
@@ -41,6 +52,7 @@ def write(
         r=rank,
         lora_alpha=cast(int, alpha),
         target_modules=list(targets),
+        target_parameters=list(parameters) or None,
         rank_pattern={keys[name]: update.rank for name, update in updates.items() if update.rank != rank},
         alpha_pattern=cast(dict[str, int], {keys[name]: alphas[name] for name in updates if alphas[name] != alpha}),
         use_rslora=rslora,
@@ -54,8 +66,10 @@ def write(
     (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     tensors: dict[str, torch.Tensor] = {}
     for name, update in updates.items():
-        for side, tensor in (("A", update.down_RI), ("B", update.up_OR)):
-            tensors[f"{PREFIX}{name}.lora_{side}.weight"] = tensor.to(dtype or tensor.dtype).contiguous()
+        pair = joined(update.down_RI, update.up_OR) if update.stacked else (update.down_RI, update.up_OR)
+        path = (paths or {}).get(name, name)
+        for side, tensor in zip("AB", pair, strict=True):
+            tensors[f"{PREFIX}{path}.lora_{side}.weight"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from longtune.export.memory import compute_dtype
 from longtune.export.verify import Difference
 from longtune.model.adapter_files import CONFIG, Update, Updates, named_for, read_updates
 from longtune.model.adapters import load_adapter
+from longtune.model.experts import find_stacks, nested_paths, shortest_parameters
 from longtune.model.loading import Loaded, load_model
 from longtune.model.targets import decoder_layers, shortest_patterns
 
@@ -145,6 +146,7 @@ class _Job:
         self.rslora = len(parts) == 1 and sources[0][0].rslora and not request.even_ranks
         if request.even_ranks:
             self.updates = even(self.updates)
+        _refuse_stacks(request.to, self.updates, loaded)
         if request.to in _WHOLE:
             merged.check_mergeable(self.model, self.updates)
         if request.to == "mlx-merged":
@@ -178,8 +180,17 @@ class _Job:
         request, loaded = self.request, self.loaded
         dtype = DTYPES[request.dtype] if request.dtype else None
         if request.to == "peft":
-            targets = shortest_patterns(self.model, list(self.updates))
-            peft.write(folder, self.updates, targets=targets, base=request.model, rslora=self.rslora, dtype=dtype)
+            stacks = [name for name, update in self.updates.items() if update.stacked]
+            peft.write(
+                folder,
+                self.updates,
+                targets=shortest_patterns(self.model, [name for name in self.updates if name not in stacks]),
+                parameters=shortest_parameters(self.model, stacks) if stacks else (),
+                paths=nested_paths(find_stacks(self.model), stacks),
+                base=request.model,
+                rslora=self.rslora,
+                dtype=dtype,
+            )
         elif request.to == "mlx":
             layers = decoder_layers(self.model)[1]
             mlx.write(folder, self.updates, layers=layers, base=request.model, dtype=dtype)
@@ -288,6 +299,16 @@ def _check(request: Request) -> None:
     problems.extend(_out_problems(request))
     if problems:
         raise UserError(problems)
+
+
+def _refuse_stacks(to: str, updates: Mapping[str, Update], loaded: Loaded) -> None:
+    """Raises UserError where a layout has no place for adapters of experts' tensors."""
+    if to not in ("mlx", "gguf-lora") or not any(update.stacked for update in updates.values()):
+        return
+    name = next(name for name, update in updates.items() if update.stacked)
+    whose = {"mlx": "mlx-lm adapts gate and up apart, by other names for each architecture"}
+    reason = f"adapts experts, and {whose.get(to, 'llama.cpp lays out their tensors otherwise')}"
+    raise UserError(Problem(f"export --to {to}: {name}", reason, "use --to peft, or --to merged"))
 
 
 def _out_problems(request: Request) -> list[Problem]:

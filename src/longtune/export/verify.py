@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from longtune.export.combine import Named
+from longtune.model.adapter_files import Update
+from longtune.model.experts import is_transposed
 
 ROUNDED_INPUTS = 3e-2
 """Tolerance of a merged model beside a base whose layers round their inputs to int8 (a tiny llama differs by 7e-3)."""
@@ -89,6 +91,9 @@ def added(model: nn.Module, updates: Named) -> Iterator[None]:
     handles = []
     try:
         for name, update in updates.items():
+            if update.stacked:
+                handles += _added_to_stack(model, name, update)
+                continue
 
             def hook(module: nn.Module, args: Any, output: torch.Tensor, update: Any = update) -> torch.Tensor:
                 x = args[0]
@@ -100,6 +105,23 @@ def added(model: nn.Module, updates: Named) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _added_to_stack(model: nn.Module, name: str, update: Update) -> list[Any]:
+    """Hooks that give a module of experts its stack W + s B A while it runs, in place of W."""
+    path, _, leaf = name.rpartition(".")
+
+    def before(module: nn.Module, args: Any) -> None:
+        weight = getattr(module, leaf)
+        delta = update.delta().to(weight.device)
+        # The module's own attribute is found before its parameter; updates of several adapters add up.
+        vars(module)[leaf] = (weight.float() + (delta.mT if is_transposed(module) else delta)).to(weight.dtype)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(leaf, None)
+
+    experts = model.get_submodule(path)
+    return [experts.register_forward_pre_hook(before), experts.register_forward_hook(after)]
 
 
 @contextlib.contextmanager

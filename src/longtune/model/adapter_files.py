@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from longtune.errors import Problem, UserError
+from longtune.model.experts import (
+    chosen_stacks,
+    find_stacks,
+    is_stack_path,
+    is_transposed,
+    nested_paths,
+    split,
+    unwrapped,
+)
 from longtune.model.names import match_names
 
 CONFIG = "adapter_config.json"
@@ -39,11 +48,11 @@ Layout = Literal["peft", "mlx"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """y += scale * x A^T B^T of one linear.
+    """y += scale * x A^T B^T of one linear, or of each expert of a stack.
 
     Attributes:
-        down_RI: A [rank, in].
-        up_OR: B [out, rank].
+        down_RI: A [rank, in]; of a stack [E, rank, in].
+        up_OR: B [out, rank]; of a stack [E, out, rank].
     """
 
     down_RI: torch.Tensor
@@ -52,10 +61,14 @@ class Update:
 
     @property
     def rank(self) -> int:
-        return self.down_RI.shape[0]
+        return self.down_RI.shape[-2]
+
+    @property
+    def stacked(self) -> bool:
+        return self.down_RI.ndim == 3
 
     def delta(self) -> torch.Tensor:
-        """scale * B A in fp32 [out, in]."""
+        """scale * B A in fp32 [out, in]; of a stack [E, out, in]."""
         return self.scale * (self.up_OR.float() @ self.down_RI.float())
 
 
@@ -69,6 +82,9 @@ class Updates:
         by_name: update of each module, by the names of the file.
         base_model: the model that it names as its base, if it does.
         rslora: its scales are alpha / sqrt(rank).
+        stacks: A and B for stacks of experts by the paths of the file; which tensor is meant, the model tells
+            (`named_for`).
+        config: of PEFT's layout.
     """
 
     folder: Path
@@ -76,6 +92,8 @@ class Updates:
     by_name: dict[str, Update]
     base_model: str | None = None
     rslora: bool = False
+    stacks: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    config: LoraConfig | None = None
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -201,7 +219,6 @@ def _read_peft(path: Path) -> Updates:
             ("biases", config.bias != "none" or config.lora_bias),
             ("whole modules (modules_to_save)", bool(config.modules_to_save)),
             ("trainable tokens", bool(config.trainable_token_indices)),
-            ("expert tensors (target_parameters)", bool(config.target_parameters)),
         )
         if used
     ]
@@ -218,15 +235,19 @@ def _read_peft(path: Path) -> Updates:
     pairs = _pairs(path / WEIGHTS, halves, strange, "A", "B")
     by_name = {}
     wrong = []
+    stacks = {path: pair for path, pair in pairs.items() if is_stack_path(config, path)}
     for name, (down, up) in pairs.items():
+        if name in stacks:
+            continue
         expected = rank_of(config, name)
         if down.shape[0] != expected:
             wrong.append(Problem(f"{path}: {name}", f"has rank {down.shape[0]}, and {CONFIG} says {expected}"))
         by_name[name] = Update(down, up, scale_of(config, name))
     if wrong:
         raise UserError(wrong[:10])
-    _check_numbers(path, by_name)
-    return Updates(path, "peft", by_name, config.base_model_name_or_path or None, bool(config.use_rslora))
+    _check_numbers(path, by_name | {name: Update(down, up, 1.0) for name, (down, up) in stacks.items()})
+    base = config.base_model_name_or_path or None
+    return Updates(path, "peft", by_name, base, bool(config.use_rslora), stacks, config)
 
 
 def _read_mlx(path: Path) -> Updates:
@@ -294,10 +315,10 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 
 
 def named_for(updates: Updates, model: nn.Module) -> dict[str, Update]:
-    """The updates by the model's own names, each found to fit its module.
+    """The updates by the model's own names, each found to fit its module or its stack of experts.
 
     Raises:
-        UserError: every update that has no linear here, or one of other sizes.
+        UserError: every update that has no linear or stack here, or one of other sizes.
     """
     modules = dict(model.named_modules())
     linears = [name for name, module in modules.items() if hasattr(module, "in_features") or hasattr(module, "nf")]
@@ -312,10 +333,53 @@ def named_for(updates: Updates, model: nn.Module) -> dict[str, Update]:
             if found.shape[1 if side == "A" else 0] != size:
                 shape = list(found.shape)
                 problems.append(Problem(name, f"lora_{side} is {shape} in the adapter; the model's side is {size}"))
+    stacked = stacked_for(updates, model, problems)
     if problems:
         more = [Problem(str(updates.folder), f"and {len(problems) - 10} more")] if len(problems) > 10 else []
         raise UserError([Problem(str(updates.folder), "was made for another model"), *problems[:10], *more])
-    return {matched[name]: update for name, update in updates.by_name.items()}
+    return {matched[name]: update for name, update in updates.by_name.items()} | stacked
+
+
+def stacked_for(updates: Updates, model: nn.Module, problems: list[Problem]) -> dict[str, Update]:
+    """The updates of stacks of experts by the model's own names; what doesn't fit is added to `problems`."""
+    if not updates.stacks:
+        return {}
+    assert updates.config is not None
+    stacks = find_stacks(model)
+    owners = {name.rpartition(".")[0] for name in stacks}
+    transposed = {unwrapped(path): is_transposed(module) for path, module in model.named_modules()}
+    matched = match_names({unwrapped(path) for path in updates.stacks}, owners)
+    theirs = {
+        f"{path}.{name.rpartition('.')[2]}": name
+        for path, owner in matched.items()
+        for name in stacks
+        if name.rpartition(".")[0] == owner
+    }
+    meant = chosen_stacks(updates.config, theirs)
+    paths = {path: name for name, path in nested_paths(theirs, meant).items()}
+    found: dict[str, Update] = {}
+    for path, (down, up) in updates.stacks.items():
+        if path not in paths:
+            reason = "the adapter has it for experts, and the model has no such stack of them"
+            problems.append(Problem(path, reason))
+            continue
+        name = theirs[paths[path]]
+        rank, scale = rank_of(updates.config, paths[path]), scale_of(updates.config, paths[path])
+        experts, out, into = stacks[name].shape
+        if transposed[name.rpartition(".")[0]]:
+            out, into = into, out
+        wanted = ([experts * rank, into], [out, rank * experts])
+        if [list(down.shape), list(up.shape)] != list(wanted):
+            reason = f"A and B are {list(down.shape)} and {list(up.shape)} in the adapter, and not {wanted[0]} and "
+            problems.append(Problem(name, f"{reason}{wanted[1]} ({experts} experts, rank {rank})"))
+            continue
+        found[name] = Update(*split(down, up, experts), scale)
+    problems.extend(
+        Problem(name, "is among the adapter's target_parameters, but has no tensors in it")
+        for name in meant
+        if name not in {paths[path] for path in updates.stacks if path in paths}
+    )
+    return found
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -26,7 +27,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
-from longtune.model.adapter_files import CONFIG, PREFIX, find_adapter, read_config, read_shapes, read_updates
+from longtune.model.adapter_files import (
+    CONFIG,
+    PREFIX,
+    Update,
+    Updates,
+    find_adapter,
+    read_config,
+    read_shapes,
+    read_updates,
+    stacked_for,
+)
+from longtune.model.experts import find_stacks, is_stack_path, joined, shortest_parameters, unwrapped
 from longtune.model.lora import use_lean_layers
 from longtune.model.names import match_names
 from longtune.model.ranks import Ranks, choose_ranks, patterns
@@ -66,6 +78,7 @@ def add_lora(
         UserError: settings that can't be served; all of them at once.
     """
     problems: list[Problem] = []
+    stacks = find_stacks(model)
     if not (alpha > 0 and math.isfinite(alpha)):
         problems.append(Problem("lora.alpha", f"{alpha} is not above 0"))
     if not 0 <= dropout < 1:
@@ -80,25 +93,30 @@ def add_lora(
         chosen = choose_ranks(rank_policy, rank, names, bits, kl)
     except UserError as error:
         problems.extend(error.problems)
+    if dropout and any(name in stacks for name in names):
+        reason = "adapters of experts' tensors take none: PEFT adapts the weight, and an input to drop from isn't there"
+        problems.append(Problem("lora.dropout", reason, "set it to 0, or leave the experts out of lora.targets"))
     if not problems and not names:
         problems.append(Problem("lora.targets", f"{type(model).__name__} has no linear in the chosen layers"))
     if problems:
         raise UserError(problems)
     assert chosen is not None
-    rank_pattern, alpha_pattern = patterns(
-        chosen.by_name, rank, alpha, rslora=rslora, others=[name for name, _ in model.named_modules()]
-    )
+    others = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    rank_pattern, alpha_pattern = patterns(chosen.by_name, rank, alpha, rslora=rslora, others=others)
+    adapted_stacks = [name for name in names if name in stacks]
     config = use_lean_layers(
         LoraConfig(
             r=rank,
             lora_alpha=cast(int, alpha),  # PEFT computes with it as a number, and stores it as it is.
             rank_pattern=rank_pattern,
             alpha_pattern=cast(dict[str, int], alpha_pattern),
-            target_modules=shortest_patterns(model, names),
+            target_modules=shortest_patterns(model, [name for name in names if name not in stacks]),
+            target_parameters=shortest_parameters(model, adapted_stacks) if adapted_stacks else None,
             lora_dropout=dropout,
             use_rslora=rslora,
             task_type="CAUSAL_LM",
-        )
+        ),
+        model,
     )
     with undisturbed():
         wrapped = cast(PeftModel, get_peft_model(model, config))
@@ -131,10 +149,11 @@ def _draw_a(model: nn.Module, seed: int) -> None:
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Layers with an adapter, named as in the model without PEFT's wrapper."""
+    """Layers with an adapter, named as in the model without PEFT's wrapper; those of stacks by the stack's name."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            yield name.removeprefix(PREFIX), module
+            stack = isinstance(module, lora.ParamWrapper)
+            yield f"{unwrapped(name)}.{module.parameter_name}" if stack else unwrapped(name), module
 
 
 def _weights(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
@@ -169,8 +188,9 @@ def save_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
 def _sort_targets(file: Path) -> None:
     """PEFT keeps the targets as a set, whose order changes from one process to the next."""
     config = json.loads(file.read_text())
-    if isinstance(config["target_modules"], list):
-        config["target_modules"].sort()
+    for key in ("target_modules", "target_parameters"):
+        if isinstance(config.get(key), list):
+            config[key].sort()
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -188,11 +208,11 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     """
     path = find_adapter(folder)
     config = read_config(path)
-    check_fit(model, path)
+    check_fit(model, path, config)
     try:
         with undisturbed():
             loaded = PeftModel.from_pretrained(
-                model, str(path), config=use_lean_layers(config), is_trainable=trainable, local_files_only=True
+                model, str(path), config=use_lean_layers(config, model), is_trainable=trainable, local_files_only=True
             )
     except RuntimeError as error:
         if "size mismatch" not in str(error):
@@ -222,9 +242,10 @@ def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     layers = dict(_lora_layers(model))
     matched = match_names(saved.by_name, layers)
     found = {matched.get(name, name): update for name, update in saved.by_name.items()}
-    problems = []
+    problems: list[Problem] = []
+    found |= stacked_for(saved, model, problems)
     for name in sorted(found.keys() | layers.keys()):
-        there = (found[name].down_RI, found[name].up_OR) if name in found else (None, None)
+        there = _stored(found[name]) if name in found else (None, None)
         here = _weights(layers[name]) if name in layers else (None, None)
         for side, theirs, ours in zip("AB", there, here, strict=True):
             shapes = [list(tensor.shape) if tensor is not None else "nothing" for tensor in (theirs, ours)]
@@ -240,8 +261,14 @@ def init_adapter(model: PeftModel, folder: str | os.PathLike[str]) -> None:
         for name, layer in layers.items():
             update = found[name]
             down_RI, up_OR = _weights(layer)
-            down_RI.copy_(update.down_RI)
-            up_OR.copy_(update.up_OR * (update.scale / layer.scaling[ADAPTER]))
+            down, up = _stored(update)
+            down_RI.copy_(down)
+            up_OR.copy_(up * (update.scale / layer.scaling[ADAPTER]))
+
+
+def _stored(update: Update) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B in the shapes that PEFT gives them."""
+    return joined(update.down_RI, update.up_OR) if update.stacked else (update.down_RI, update.up_OR)
 
 
 @contextlib.contextmanager
@@ -289,13 +316,17 @@ def _state(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def check_fit(model: PreTrainedModel, path: Path) -> None:
-    """Compare the file's A and B with the model's modules, before anything is injected."""
+def check_fit(model: PreTrainedModel, path: Path, config: LoraConfig) -> None:
+    """Compare the file's A and B with the model's modules and stacks of experts, before anything is injected."""
     modules = dict(model.named_modules())
     problems: list[Problem] = []
+    stacks: dict[str, dict[str, torch.Tensor]] = {}
     for key, shape in read_shapes(path).items():
         name, _, kind = key.removeprefix(PREFIX).partition(".lora_")
         if kind not in ("A.weight", "B.weight"):
+            continue
+        if is_stack_path(config, name):
+            stacks.setdefault(name, {})[kind[0]] = torch.empty(shape, device="meta")
             continue
         module = modules.get(name)
         size = getattr(module, "in_features" if kind == "A.weight" else "out_features", None)
@@ -305,6 +336,8 @@ def check_fit(model: PreTrainedModel, path: Path) -> None:
             problems.append(
                 Problem(name, f"lora_{kind[0]} is {list(shape)} in the adapter; the model's side is {size}")
             )
+    whole = {name: (pair["A"], pair["B"]) for name, pair in stacks.items() if len(pair) == 2}
+    stacked_for(Updates(path, "peft", {}, stacks=whole, config=config), model, problems)
     if problems:
         more = len(problems) - 10
         shown = problems[:10] + ([Problem(str(path), f"and {more} more")] if more > 0 else [])

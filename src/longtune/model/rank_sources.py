@@ -6,7 +6,7 @@ What follows from the figures is decided in `ranks`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
+from longtune.model.experts import find_stacks
 from longtune.model.names import match_names
 from longtune.model.packed.storage import bits_of, is_quantised
 from longtune.model.ranks import Ranks, choose_ranks, find_sensitivities, find_widths, read_sensitivities, read_widths
@@ -22,7 +23,7 @@ from longtune.model.targets import ALL_LINEAR, choose_targets, is_linear
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is known of a model's linears, by full module name.
+    """What is known of a model's linears and stacks of experts, by full name.
 
     Attributes:
         bits: storage width of those that are quantised.
@@ -61,13 +62,13 @@ def find_figures(
     own = Path(folder) if folder is not None else None
     bits = {name: bits_of(module) for name, module in linears.items() if is_quantised(module)}
     if not bits and own is not None and (file := find_widths(own)) is not None:
-        bits = _named(read_widths(file), linears)
+        bits = _named(read_widths(file), model, linears)
     if policy == "by_bits":
         return Figures(bits)
     file = _sensitivity_file(own, sensitivity)
     if file is None:
         return Figures(bits)
-    kl = _named(read_sensitivities(file), linears)
+    kl = _named(read_sensitivities(file), model, linears)
     if not kl:
         raise UserError(Problem(str(file), "names no linear of this model", "measure this model: longtune sensitivity"))
     return Figures(bits, kl, file)
@@ -106,6 +107,23 @@ def _sensitivity_file(folder: Path | None, given: str | os.PathLike[str] | None)
     return path
 
 
-def _named(figures: dict[str, float], linears: dict[str, nn.Module]) -> dict[str, float]:
-    matched = match_names(figures, linears)
-    return {mine: figures[theirs] for theirs, mine in matched.items()}
+def _named(figures: dict[str, float], model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, float]:
+    """Figures by this model's names of linears and of stacks of experts.
+
+    MLX keeps gate and up of experts apart, and a stack of both takes the higher figure: its rank serves both.
+    """
+    stacks = {alias: name for name in find_stacks(model) for alias in _aliases(name)}
+    found: dict[str, float] = {}
+    for theirs, mine in match_names(figures, [*linears, *stacks]).items():
+        name = stacks.get(mine, mine)
+        found[name] = max(found.get(name, 0.0), figures[theirs])
+    return found
+
+
+def _aliases(stack: str) -> Iterator[str]:
+    """What MLX's files call a stack, or its halves."""
+    owner, _, leaf = stack.rpartition(".")
+    yield stack
+    for module in (f"{owner.rpartition('.')[0]}.switch_mlp", owner):
+        for part in ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,):
+            yield f"{module}.{part}"

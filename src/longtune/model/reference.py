@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,16 +49,20 @@ def load_reference(model: PeftModel, folder: str | os.PathLike[str]) -> None:
     config = adapter_files.read_config(path)
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    adapters.check_fit(base, path)
+    adapters.check_fit(base, path, config)
     if config.modules_to_save:
         reason = f"holds whole modules ({', '.join(config.modules_to_save)}), which can't be switched"
         raise UserError(Problem(str(path), reason, "name an adapter of LoRA weights alone"))
+    trained = model.peft_config[adapters.ADAPTER].target_parameters
+    if {*(config.target_parameters or ())} != {*(trained or ())} and config.target_parameters and trained:
+        reason = f"adapts {_listed(config.target_parameters)} of the experts, and the trained one {_listed(trained)}"
+        raise UserError(Problem(str(path), reason, "PEFT switches between adapters of the same experts' tensors alone"))
     config.inference_mode = True
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     training = [module for module in model.modules() if module.training]
     wrapped = {layer: layer._active_adapter for layer in _layers(model)}
     with adapters.undisturbed():
-        model.add_adapter(REFERENCE, use_lean_layers(config))
+        model.add_adapter(REFERENCE, use_lean_layers(config, base))
         weights = load_file(path / adapter_files.WEIGHTS)
         loaded = set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
     lacking = [name for name in loaded.missing_keys if f".{REFERENCE}." in name] + list(loaded.unexpected_keys)
@@ -73,6 +77,10 @@ def load_reference(model: PeftModel, folder: str | os.PathLike[str]) -> None:
         module.training = False
     for module in training:
         module.training = True
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _name_before(name: str, before: dict[str, bool]) -> str:
@@ -119,7 +127,7 @@ def fingerprint(model: nn.Module) -> str:
             continue
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
-        digest.update(f"{name.replace('.base_layer.', '.')} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         bits = flat.view(_BITS[flat.element_size()])
         digest.update(str(int(bits.sum(dtype=torch.int64))).encode())

@@ -1,7 +1,8 @@
-"""Which modules of a model get an adapter: from what the user wrote to the full names of linear layers.
+"""Which weights of a model get an adapter: from what the user wrote to full names of linears and of experts' tensors.
 
-Only linears inside the decoder layers can be targets. Output head, embeddings and modules before or after
-the layers are refused with the reason, never skipped silently. Making the adapters is the work of `adapters`.
+Only linears inside the decoder layers can be targets, and the stacks that hold experts there (see `experts`). Output
+head, embeddings and modules before or after the layers are refused with the reason, never skipped silently. Making the
+adapters is the work of `adapters`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from longtune.errors import Problem, UserError
+from longtune.model.experts import find_stacks
 from longtune.model.packed.modules import PackedExperts
 
 ALL_LINEAR = "all-linear"
@@ -24,14 +26,14 @@ ALL_LINEAR = "all-linear"
 def choose_targets(
     model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR, layers: str | Sequence[int] = "all"
 ) -> list[str]:
-    """Full names of the linears to adapt, in the order of the model's modules.
+    """Full names of the linears to adapt, in the order of the model's modules, then of the stacks of experts.
 
     Args:
         model: a causal LM without adapters.
         targets: "all-linear" (every linear inside the decoder layers, but for those that `unnameable` lists); or
-            names, each either the end of a module's name ("q_proj", "self_attn.q_proj") or a regular expression for
-            the whole of it. Routers and experts that are stored as plain tensors aren't modules, and so are never
-            among them.
+            names, each either the end of a name ("q_proj", "self_attn.q_proj") or a regular expression for the whole
+            of it. Experts that are stored as one tensor for all are meant by the name of their module ("experts") or
+            of the tensor ("experts.down_proj"); routers can't be.
         layers: "all", "last N", or layer numbers (negative ones count from the end).
 
     Raises:
@@ -48,6 +50,11 @@ def choose_targets(
     refused = unnameable(model)
     if targets == ALL_LINEAR:
         return [name for name in linears if _end(name) not in refused]
+    stacks = [
+        name
+        for name in find_stacks(model)
+        if name.startswith(f"{prefix}.") and int(name[len(prefix) + 1 :].split(".", 1)[0]) in chosen_layers
+    ]
     patterns = [targets] if isinstance(targets, str) else list(targets)
     problems: list[Problem] = []
     chosen: set[str] = set()
@@ -57,22 +64,24 @@ def choose_targets(
             continue
         try:
             found = [name for name in linears if _matches(pattern, name)]
+            chosen_stacks = [name for name in stacks if _means_stack(pattern, name)]
         except re.error as error:
             problems.append(Problem(f"lora.targets: {pattern}", f"is not a regular expression ({error})"))
             continue
         # An expression that spans the whole model, such as `.*`, is not to be read as "the linears of it".
-        outside = _first_refusal(model, pattern, prefix, [] if found else linears)
+        outside = _first_refusal(model, pattern, prefix, [] if found or chosen_stacks else linears)
         if outside is not None:
             problems.append(outside)
         if lost := sorted({_end(name) for name in found} & refused):
             reason = f"on {model.config.model_type}, PEFT takes {', '.join(lost)} for experts, not for linears"
             problems.append(Problem(f"lora.targets: {pattern}", reason, f"use {ALL_LINEAR}, which leaves them out"))
         chosen.update(found)
+        chosen.update(chosen_stacks)
     if not patterns:
         problems.append(Problem("lora.targets", "is empty", f"use {ALL_LINEAR}, or name modules"))
     if problems:
         raise UserError(problems)
-    return [name for name in linears if name in chosen]
+    return [name for name in (*linears, *stacks) if name in chosen]
 
 
 def shortest_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
@@ -115,7 +124,8 @@ def left_out(model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR) 
         model: without adapters.
         targets: as for `choose_targets`; names that were chosen by hand leave nothing out unsaid.
     """
-    if ALL_LINEAR not in ([targets] if isinstance(targets, str) else targets):
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    if ALL_LINEAR not in patterns:
         return []
     prefix, _ = decoder_layers(model)
     said: list[str] = []
@@ -131,10 +141,14 @@ def left_out(model: PreTrainedModel, targets: str | Sequence[str] = ALL_LINEAR) 
             f"{len(lost)} linears of dense and shared MLPs ({ends}) get no adapter: on {model.config.model_type}, "
             "PEFT takes these names for experts and would load such an adapter wrongly"
         )
-    stacks = sum(p.ndim == 3 for name, p in model.named_parameters() if name.startswith(f"{prefix}."))
-    stacks += sum(isinstance(module, PackedExperts) for module in model.modules())
-    if stacks:
-        said.append(f"experts get no adapter: their weights are {stacks} stacked tensors, not linears")
+    stacks = [name for name in find_stacks(model) if name.startswith(f"{prefix}.")]
+    untold = [name for name in stacks if not any(_means_stack(pattern, name, strict=False) for pattern in patterns)]
+    if untold:
+        module = untold[0].rsplit(".", 2)[-2]
+        reason = f"their weights are {len(untold)} stacked tensors, not linears"
+        said.append(f"experts get no adapter: {reason} (to adapt them: lora.targets [{ALL_LINEAR}, {module}])")
+    if packed := sum(isinstance(module, PackedExperts) for module in model.modules()):
+        said.append(f"experts get no adapter: PEFT adapts plain tensors alone, and theirs are {packed} packed ones")
     return said
 
 
@@ -187,6 +201,20 @@ def _matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
 
 
+def _means_stack(pattern: str, name: str, strict: bool = True) -> bool:
+    """Whether a pattern means a stack of experts, by its own name or its module's.
+
+    Args:
+        strict: raise re.error for what is no regular expression.
+    """
+    try:
+        return _matches(pattern, name) or _matches(pattern, name.rpartition(".")[0])
+    except re.error:
+        if strict:
+            raise
+        return False
+
+
 def _first_refusal(model: PreTrainedModel, pattern: str, prefix: str, linears: Sequence[str]) -> Problem | None:
     """Why a pattern can't be served: it names something that can't be adapted, or nothing at all.
 
@@ -205,6 +233,10 @@ def _first_refusal(model: PreTrainedModel, pattern: str, prefix: str, linears: S
         return None
     if any(name.startswith(f"{prefix}.") and is_linear(module) for name, module in matched):
         return Problem(place, "matches no linear in the chosen layers", "see lora.layers")
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
+    if any(_means_stack(pattern, name) for name, _ in packed):
+        reason = "these experts are packed, and PEFT adapts plain tensors alone"
+        return Problem(place, reason, "leave them out, or use the plain model")
     if matched:
         name, module = matched[0]
         return Problem(
