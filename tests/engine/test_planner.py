@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from longtune.engine import Plan, cost, devices
 from longtune.engine.devices import Device, known
 from longtune.engine.forecast import Row
 from longtune.engine.planner import CONTEXT, Budget, Planner, budget_here, memory_bytes
+from longtune.engine.trace import CLASSES
 from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from tests.support import tiny_config, tiny_model
@@ -61,6 +63,49 @@ def test_less_memory_is_never_faster_and_what_is_chosen_fits(planner):
             moving = sum(chosen.terms.get(name, 0) for name in ("kv", "boundaries", "flow", "kept", "prologue"))
             moving += sum(chosen.terms.get(name, 0) for name in ("cell", "head", "gradients"))
             assert traced.peak <= 1.001 * moving
+
+
+def test_where_not_all_layers_can_be_kept_the_last_ones_are(planner):
+    row = Row(3072)
+    everything = planner.predict(Plan(keep="everything"), row)
+    attention = planner.predict(Plan(keep="attention"), row)
+    least = planner.predict(Plan(keep="everything", chunk_tokens=1024, head_chunk=256), row)
+    allowed = budget(min(everything.needed_bytes, least.needed_bytes) - 1)
+    chosen = planner.choose(row, allowed)
+    assert chosen.plan.keep == "everything" and chosen.plan.keep_layers == 4 and chosen.fits(allowed)
+    assert everything.seconds.total < chosen.seconds.total < attention.seconds.total
+    traced = planner.forecaster.ghost.trace(chosen.plan, row.forest())
+    assert traced.peak == sum(chosen.terms.get(name, 0) for name in CLASSES)
+
+
+def test_kept_layers_each_take_the_same(planner):
+    row = Row(3072)
+    taken = [planner.predict(Plan(keep="everything", keep_layers=n), row).terms["kept"] for n in (1, 2, 3, 4)]
+    assert {b - a for a, b in itertools.pairwise(taken)} == {taken[0]}
+    whole = planner.predict(Plan(keep="everything"), row)
+    assert planner.predict(Plan(keep="everything", keep_layers=5), row).terms == whole.terms
+    assert planner.predict(Plan(keep="everything", keep_layers=50), row).terms == whole.terms
+
+
+def test_what_is_to_be_kept_is_kept_of_as_many_layers_as_fit(planner):
+    row = Row(3072)
+    nothing = planner.predict(Plan(chunk_tokens=1024), row).needed_bytes
+    some = planner.predict(Plan(chunk_tokens=1024, keep="everything", keep_layers=2), row).needed_bytes
+    fixed = {"keep": "everything", "boundary_store": "device", "chunk_tokens": 1024}
+    chosen = planner.choose(row, budget(some), fixed)
+    assert chosen is not None and chosen.plan == Plan(chunk_tokens=1024, keep="everything", keep_layers=2)
+    assert planner.choose(row, budget(some), {**fixed, "keep_layers": 3}) is None
+    assert planner.choose(row, budget(0.99 * nothing), fixed) is None
+    assert planner.smallest(row, budget(0), fixed).plan.keep_layers == 1
+
+
+def test_attention_is_kept_of_as_many_layers_as_the_host_holds(planner):
+    row = Row(8192)
+    plan = Plan(chunk_tokens=1024, boundary_store="host", keep="attention")
+    full, none = (planner.predict(p, row) for p in (plan, replace(plan, keep="nothing")))
+    allowed = budget(1.01 * full.needed_bytes, (full.host_bytes + none.host_bytes) // 2, 0)
+    chosen = planner.choose(row, allowed)
+    assert chosen.plan.keep == "attention" and 1 <= chosen.plan.keep_layers < 5 and chosen.fits(allowed)
 
 
 def test_given_keys_stay_and_the_others_are_chosen(planner):

@@ -186,9 +186,24 @@ def test_a_gpu_that_is_not_there_can_be_stood_for(name, kernel):
                 dict(layers_per_segment=2),
             ],
         ),
-        ("gemma3_text", 8, dict(layer_types=["sliding_attention", "full_attention"] * 4), [{}]),
+        (
+            "llama",
+            9,
+            {},
+            [
+                dict(keep="everything", keep_layers=4, boundary_store="host"),
+                dict(keep="everything", keep_layers=2, layers_per_segment=2),
+                dict(keep="attention", keep_layers=4, layers_per_segment=2, boundary_store="host"),
+            ],
+        ),
+        (
+            "gemma3_text",
+            12,
+            dict(layer_types=["sliding_attention", "full_attention"] * 6),
+            [{}, dict(keep="everything", keep_layers=3)],
+        ),
     ],
-    ids=["llama", "gemma3"],
+    ids=["llama", "llama of two parts", "gemma3"],
 )
 def test_long_rows_and_deep_stacks_are_extrapolated_to_what_they_take(name, layers, changes, plans):
     model = lora(name, num_hidden_layers=layers, **changes)

@@ -117,10 +117,17 @@ def _lines(found: Any, config: Any) -> list[str]:
 
 def _plan_words(plan: Any) -> str:
     chunk = "the row in one chunk" if plan.chunk_tokens is None else f"chunks of {plan.chunk_tokens:,} tokens"
-    if plan.keep == "everything":
-        return f"{chunk}, all activations kept"
+    kept = {"everything": "all activations", "attention": "attention outputs", "kv": "keys and values"}.get(plan.keep)
+    if plan.keep == "everything" and plan.keep_layers is None:
+        return f"{chunk}, {kept} kept"
     layers = "all layers" if plan.layers_per_segment is None else counted(plan.layers_per_segment, "layer")
-    return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, kept: {plan.keep}"
+    if kept is None:
+        what = "nothing else kept"
+    elif plan.keep_layers is None:
+        what = f"{kept} kept"
+    else:
+        what = f"{kept} of the last {counted(plan.keep_layers, 'layer')} kept"
+    return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, {what}"
 
 
 def _gb(size: int) -> str:

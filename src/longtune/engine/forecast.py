@@ -2,15 +2,16 @@
 
 A walk repeats itself: one more chunk, or one more period of layers, adds the same to what lives at every place of the
 walk (counted from either end), once a few of them are there. So a place's bytes are linear in both, places are
-extrapolated one by one, and only then is the largest taken. Rows of few chunks, and stacks that don't repeat (layers
-that share keys and values, kept layers), are traced as they are.
+extrapolated one by one, and only then is the largest taken. Where the last layers keep something else than those below
+them, a stack has two parts, which are extrapolated each for itself. Rows of few chunks, and stacks that don't repeat
+(layers that share keys and values), are traced as they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,47 +80,54 @@ class Forecaster:
             one_pass: as for `Ghost.trace`.
         """
         shape = row if isinstance(row, Row) else Row.of(row)
+        plan = self._plain(plan)
         key = (plan, shape, one_pass)
         if key not in self._known:
             self._known[key] = self._forecast(plan, row, shape, one_pass)
         return self._known[key]
 
+    def _plain(self, plan: Plan) -> Plan:
+        """The plan without `keep_layers` where that says nothing."""
+        if plan.keep_layers is None or (plan.keep != "nothing" and plan.keep_layers < self.ghost.layers):
+            return plan
+        return replace(plan, keep_layers=None)
+
     def _forecast(self, plan: Plan, row: Forest | Row, shape: Row, one_pass: bool) -> Forecast:
         chunk = min(plan.chunk_tokens or shape.tokens, shape.tokens)
         count = -(-shape.tokens // chunk)
         rest = shape.tokens - (count - 1) * chunk
-        depths = self._depths(plan)
+        stacks = self._stacks(plan)
         filled = min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 2
         fewest = max(_FEWEST, min(filled, _MOST))
         counts = [count] if count <= fewest + 1 else [fewest, fewest + 1]
-        found: dict[tuple[int, int], _Places] = {}
-        for depth in depths:
-            ghost = self._ghost(depth)
+        found: dict[tuple[int, Stacked], _Places] = {}
+        for stack in stacks.shown:
+            ghost = self._ghost(sum(stack))
+            walked = replace(plan, keep_layers=stack[1] or None)
             for n in counts:
                 part = shape.resized((n - 1) * chunk + rest)
-                key = (plan, part, one_pass, depth)
+                key = (walked, part, one_pass, stack)
                 if key not in self._places:
                     traced = ghost.trace(
-                        plan, row if isinstance(row, Forest) and n == count else part.forest(), one_pass
+                        walked, row if isinstance(row, Forest) and n == count else part.forest(), one_pass
                     )
-                    self._places[key] = _Places(traced, n, depth, self._tail(plan))
-                found[n, depth] = self._places[key]
-        layers = self.ghost.layers
+                    self._places[key] = _Places(traced, n, stack, stacks.units)
+                found[n, stack] = self._places[key]
         filling = max(0, min(count, filled) - counts[-1])
-        places = _extrapolated(found, counts, depths, count, layers, filling)
+        places = _extrapolated(found, counts, count, stacks, filling)
         worst = max(places.values(), key=lambda b: sum(b.values()))
         phases: Bytes = {}
         for (phase, *_), value in places.items():
             phases[phase] = max(phases.get(phase, 0), sum(value.values()))
-        away = _bilinear({k: p.away for k, p in found.items()}, counts, depths, count, layers, 0)
+        away = _linear({k: p.away for k, p in found.items()}, counts, count, stacks, 0)
         work = {
             phase: _deeper(
-                [_longer([found[n, d] for n in counts], phase, count, rest / chunk) for d in depths], depths, layers
+                [_longer([found[n, s] for n in counts], phase, count, rest / chunk) for s in stacks.shown], stacks
             )
             for phase in PHASES
         }
         # Every pair that was computed on the way forward, in a layer that is walked back, is differentiated once.
-        shown = found[counts[-1], depths[-1]]
+        shown = found[counts[-1], stacks.shown[-1]]
         once, back = (sum(getattr(s.work, name) for s in shown.slots if s.phase[0] == name) for name in PHASES[1::2])
         work["backward"].backward = work["forward"].forward * back / max(once, 1)
         return Forecast(worst, phases, away, work, len(found))
@@ -128,22 +136,26 @@ class Forecaster:
         """Keys beyond which a chunk's attention takes no more memory than before."""
         return int(getattr(self.ghost.known.port.attention, "block_keys", 8192))
 
-    def _unit(self, plan: Plan) -> int | None:
-        """Layers after which a walk repeats itself, or None."""
-        if self.period is None or getattr(plan, "keep_layers", None) is not None:
-            return None
-        return self.period if plan.layers_per_segment is None else math.lcm(self.period, plan.layers_per_segment)
-
-    def _tail(self, plan: Plan) -> int:
-        """Layers at the end that are told apart by their distance from it."""
-        unit = self._unit(plan)
-        return self.ghost.layers if unit is None else unit + self.ghost.layers % unit
-
-    def _depths(self, plan: Plan) -> list[int]:
-        layers, unit = self.ghost.layers, self._unit(plan)
-        if unit is None or (deeper := layers % unit + 3 * unit) >= layers:
-            return [layers]
-        return [deeper - unit, deeper]
+    def _stacks(self, plan: Plan) -> _Stacks:
+        layers = self.ghost.layers
+        upper = plan.keep_layers or 0
+        whole = (layers - upper, upper)
+        if self.period is None:
+            return _Stacks(whole, (layers, layers), (whole,))
+        segment = self.period if plan.layers_per_segment is None else math.lcm(self.period, plan.layers_per_segment)
+        # Layers that keep everything have no segments.
+        units = (segment, self.period if plan.keep == "everything" else segment)
+        few: list[list[int]] = []
+        for size, unit in zip(whole, units, strict=True):
+            more = size % unit + 3 * unit
+            few.append([size] if more >= size else [more - unit, more])
+        least = (few[0][0], few[1][0])
+        shown = [least]
+        if len(few[0]) > 1:
+            shown.append((few[0][1], least[1]))
+        if len(few[1]) > 1:
+            shown.append((least[0], few[1][1]))
+        return _Stacks(whole, units, tuple(shown))
 
     def _ghost(self, depth: int) -> Ghost:
         if depth == self.ghost.layers:
@@ -175,10 +187,39 @@ class Row:
         return Forest([Tree.sequence(torch.zeros(self.tokens, dtype=torch.int64), weights)])
 
 
+Stacked = tuple[int, int]
+"""Layers of a stack: those below, and the last ones, which keep something else (0 where all keep the same)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacks:
+    """A stack, and the shorter ones that tell of it.
+
+    Attributes:
+        whole: the stack.
+        units: of either part, layers after which the walk repeats itself.
+        shown: what is traced: the least, and with a unit more of either part that is longer.
+    """
+
+    whole: Stacked
+    units: Stacked
+    shown: tuple[Stacked, ...]
+
+    def steps(self) -> list[tuple[Stacked, float]]:
+        """Of each part that is extrapolated: the stack with a unit more, and how many units the whole has more than
+        the least."""
+        least = self.shown[0]
+        found = []
+        for other in self.shown[1:]:
+            part = 0 if other[0] > least[0] else 1
+            found.append((other, (self.whole[part] - least[part]) / (other[part] - least[part])))
+        return found
+
+
 class _Places:
     """The slots of a trace, by where they are."""
 
-    def __init__(self, traced: Traced, chunks: int, depth: int, tail: int):
+    def __init__(self, traced: Traced, chunks: int, stack: Stacked, units: Stacked):
         self.away: Bytes = {kind: traced.away.get(kind, 0) for kind in ("host", "disk")}
         self.bytes: dict[Any, Bytes] = {}
         self.slots = traced.slots
@@ -189,8 +230,8 @@ class _Places:
             place = (
                 slot.phase[0],
                 slot.what,
-                _from_ends(slot.phase[1], depth, tail),
-                _from_ends(slot.layer, depth, tail),
+                _in_stack(slot.phase[1], stack, units),
+                _in_stack(slot.layer, stack, units),
                 _from_ends(slot.chunk, chunks, 2),
             )
             other = self.bytes.get(place)
@@ -224,6 +265,14 @@ class _Places:
         return total
 
 
+def _in_stack(layer: int, stack: Stacked, units: Stacked) -> Any:
+    """A layer's part, and its place there."""
+    if layer < 0:
+        return None
+    part = 0 if layer < stack[0] else 1
+    return part, _from_ends(layer - part * stack[0], stack[part], units[part] + stack[part] % units[part])
+
+
 def _from_ends(index: int, count: int, tail: int) -> Any:
     """A place counted from the end where it is near it, else from the start where it is near that."""
     if index < 0:
@@ -234,49 +283,53 @@ def _from_ends(index: int, count: int, tail: int) -> Any:
 
 
 def _extrapolated(
-    found: dict[tuple[int, int], _Places], counts: list[int], depths: list[int], count: int, layers: int, filling: int
+    found: dict[tuple[int, Stacked], _Places], counts: list[int], count: int, stacks: _Stacks, filling: int
 ) -> dict[Any, Bytes]:
     common = set.intersection(*(set(places.bytes) for places in found.values()))
     whole = {
-        place: _bilinear({k: p.bytes[place] for k, p in found.items()}, counts, depths, count, layers, filling)
+        place: _linear({k: p.bytes[place] for k, p in found.items()}, counts, count, stacks, filling)
         for place in common
     }
-    # Layers that are neither first nor last are in the deeper stack alone. In the whole stack one of them is beside the
-    # last (where boundaries are most) and one beside the first (where gradients are): each grows as its neighbour.
-    n, depth = counts[-1], depths[-1]
-    shown = found[n, depth].bytes
-    for place, size in shown.items():
-        if place in common:
-            continue
-        ends = [
-            tuple(end if part == "between" and i in (2, 3) else part for i, part in enumerate(place)) for end in (0, -1)
-        ]
-        grown = [
-            {name: max(0, size[name] + whole[end][name] - shown[end][name]) for name in size}
-            for end in ends
-            if end in whole
-        ]
-        if grown:
-            whole[place] = max(grown, key=lambda b: sum(b.values()))
+    # Layers that are neither first nor last are in the deeper stacks alone. In the whole stack one of them is beside
+    # the last (where boundaries are most) and one beside the first (where gradients are): each grows as its neighbour.
+    for stack in stacks.shown[1:] or stacks.shown:
+        shown = found[counts[-1], stack].bytes
+        for place, size in shown.items():
+            if place in common:
+                continue
+            grown = [
+                {name: max(0, size[name] + whole[end][name] - shown[end][name]) for name in size}
+                for end in (_at_end(place, 0), _at_end(place, -1))
+                if end in whole
+            ]
+            if grown:
+                whole[place] = max(grown, key=lambda b: sum(b.values()))
     return whole
 
 
-def _bilinear(
-    values: dict[tuple[int, int], Bytes], counts: list[int], depths: list[int], count: int, layers: int, filling: int
+def _at_end(place: Any, end: int) -> Any:
+    """The place with its layers that are between moved to one end of their part."""
+    return tuple(
+        (part[0], end) if i in (2, 3) and part is not None and part[1] == "between" else part
+        for i, part in enumerate(place)
+    )
+
+
+def _linear(
+    values: dict[tuple[int, Stacked], Bytes], counts: list[int], count: int, stacks: _Stacks, filling: int
 ) -> Bytes:
-    """Values at `count` chunks and `layers` layers, from those at some counts and depths.
+    """Values at `count` chunks in the whole stack, from those at some counts in shorter stacks.
 
     Args:
         filling: chunks by which the longest trace falls short of filling a block of keys.
     """
 
-    def at(n: int, d: int) -> Callable[[str], int]:
-        return lambda name: values[n, d].get(name, 0)
+    def at(n: int, stack: Stacked) -> Callable[[str], int]:
+        return lambda name: values[n, stack].get(name, 0)
 
     names = {name for value in values.values() for name in value}
-    n0, d0 = counts[0], depths[0]
-    along = (count - n0) if len(counts) > 1 else 0
-    down = (layers - d0) / (depths[1] - d0) if len(depths) > 1 else 0.0
+    n0, n1 = counts[0], counts[-1]
+    further = (count - n0) if len(counts) > 1 else 0
     found = {}
     for name in sorted(names):
         if name == "cell":
@@ -284,13 +337,12 @@ def _bilinear(
             # whole differs from one count of chunks to the next.
             found[name] = max(value.get(name, 0) for value in values.values())
             if filling:
-                step = max(at(counts[-1], d)(name) - at(n0, d)(name) for d in depths)
+                step = max(at(n1, stack)(name) - at(n0, stack)(name) for stack in stacks.shown)
                 found[name] += max(0, filling * step)
             continue
-        first, last = (
-            _along(at(n0, d)(name), at(counts[-1], d)(name), along, count / counts[-1]) for d in (d0, depths[-1])
-        )
-        found[name] = max(0, round(first + down * (last - first)))
+        long = {s: _along(at(n0, s)(name), at(n1, s)(name), further, count / n1) for s in stacks.shown}
+        least = long[stacks.shown[0]]
+        found[name] = max(0, round(least + sum(units * (long[more] - least) for more, units in stacks.steps())))
     return found
 
 
@@ -314,10 +366,11 @@ def _longer(places: list[_Places], phase: str, count: int, last: float) -> Work:
     return total
 
 
-def _deeper(works: list[Work], depths: list[int], layers: int) -> Work:
-    if len(works) == 1:
-        return works[0]
-    return works[0].plus(works[1].plus(works[0].scaled(-1)).scaled((layers - depths[0]) / (depths[1] - depths[0])))
+def _deeper(works: list[Work], stacks: _Stacks) -> Work:
+    total = Work().plus(works[0])
+    for (_, units), work in zip(stacks.steps(), works[1:], strict=True):
+        total.add(work.plus(works[0].scaled(-1)).scaled(units))
+    return total
 
 
 def _period(ghost: Ghost) -> int | None:

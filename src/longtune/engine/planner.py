@@ -2,13 +2,14 @@
 
 A `Planner` knows one model on one device. It predicts any plan for any row (`predict`), looks for the fastest that fits
 (`choose`), and says how long a row may be (`largest_row`). What a walk takes comes from `forecast`, what hardware makes
-of it from `cost`; here are the terms that a walk doesn't see (weights, optimiser, the process, slack) and the search.
+of it from `cost`, and the plans to try from `candidates`; here are the terms that a walk doesn't see (weights,
+optimiser, the process, slack) and the search.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from longtune.engine import cost, devices
+from longtune.engine.candidates import KEEPS, Candidates
 from longtune.engine.devices import Device
 from longtune.engine.engine import Engine
 from longtune.engine.forecast import Forecast, Forecaster, Row
@@ -26,13 +28,6 @@ from longtune.tree import Forest
 
 CONTEXT = 600_000_000
 """Bytes that a CUDA context takes outside the allocator."""
-
-LADDER = (131072, 65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
-"""Chunks that are tried, besides the whole row."""
-
-HEAD_CHUNK = 1024
-KEYS = ("chunk_tokens", "layers_per_segment", "boundary_store", "head_chunk", "keep")
-"""The keys of a plan that are chosen here; others are taken as they are given."""
 
 _SLACK = {"cuda": (0.08, 0.06), "cpu": (0.44, 0.14)}
 """Share that an allocator holds beyond what is asked of it: of what comes and goes, of kept activations. On a CPU the
@@ -212,6 +207,10 @@ class Planner:
 
     # choice
 
+    @property
+    def _candidates(self) -> Candidates:
+        return Candidates(self.device.kind, self.forecaster.ghost.layers, self.unchunkable is None)
+
     def choose(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction | None:
         """The fastest plan that fits; None if none does.
 
@@ -224,7 +223,7 @@ class Planner:
         for keep in [fixed["keep"]] if "keep" in fixed else KEEPS:
             if keep == "nothing" and any(_is_ample(p) for p in found):
                 break
-            for ladder in self._ladders(shape.tokens, keep, fixed):
+            for ladder in self._candidates.ladders(shape.tokens, keep, fixed):
                 best = self._fastest_of(ladder, row, budget)
                 if best is not None:
                     found.append(best)
@@ -232,7 +231,54 @@ class Planner:
                         break  # What comes next moves more, or makes more again.
             if found and found[-1].plan.keep == "everything":
                 break
-        return min(found, key=lambda p: p.seconds.total, default=None)
+        best = min(found, key=lambda p: p.seconds.total, default=None)
+        may_keep = "keep_layers" not in fixed and fixed.get("keep", KEEPS[0]) in KEEPS[:2]
+        if not may_keep or (best is None and "keep" not in fixed):
+            return best
+        return self._with_some_kept(best, row, shape, budget, fixed)
+
+    def _with_some_kept(
+        self, best: Prediction | None, row: Forest | Row, shape: Row, budget: Budget, fixed: Mapping[str, Any]
+    ) -> Prediction | None:
+        """The best of a plan that keeps the same of all layers and those that keep more of the last ones."""
+        base = best
+        if base is None:
+            # What is to be kept was given, and doesn't fit for all layers.
+            base = self.choose(row, budget, {**fixed, "keep": "nothing"})
+        if base is None or base.plan.keep == "everything":
+            return best
+        room = budget.device - base.needed_bytes
+        for ladder in self._candidates.partly(base.plan, shape.tokens, fixed):
+            if ladder[0].keep == "everything" and room < self._least_kept(base):
+                continue
+            before: Prediction | None = None
+            for plan in ladder:
+                some = self._with_most_layers(plan, row, budget)
+                if before is not None and (some is None or some.seconds.total >= before.seconds.total):
+                    break  # What smaller chunks leave room for is not worth it.
+                before = some
+                if some is not None and (best is None or some.seconds.total < best.seconds.total):
+                    best = some
+        return best
+
+    @staticmethod
+    def _least_kept(base: Prediction) -> float:
+        """Bytes that the activations of a layer take at least: half of a cell in work is its gradients."""
+        chunk = min(base.plan.chunk_tokens or base.tokens, base.tokens)
+        return 0.3 * base.terms.get("cell", 0) * base.tokens / chunk
+
+    def _with_most_layers(self, plan: Plan, row: Forest | Row, budget: Budget) -> Prediction | None:
+        """The plan for as many of the last layers as fit: bytes grow with them."""
+        found: Prediction | None = None
+        low, high = 1, self.forecaster.ghost.layers
+        while low < high:
+            middle = (low + high) // 2
+            prediction = self.predict(replace(plan, keep_layers=middle), row)
+            if prediction.fits(budget):
+                found, low = prediction, middle + 1
+            else:
+                high = middle
+        return found
 
     def _fastest_of(self, plans: list[Plan], row: Forest | Row, budget: Budget) -> Prediction | None:
         """The first that fits of plans whose chunks, and so their time and memory, only get smaller."""
@@ -245,6 +291,8 @@ class Planner:
                 high = place
             elif prediction.host_bytes > budget.host or prediction.disk_bytes > budget.disk:
                 return None  # Smaller chunks don't change that.
+            elif prediction.needed_bytes - sum(prediction.terms.get(name, 0) for name in _SHRINKING) > budget.device:
+                return None  # Nor this.
             else:
                 low = place + 1
         return tried.get(high)
@@ -265,81 +313,22 @@ class Planner:
                 return place
         return high - 1
 
-    def _ladders(self, tokens: int, keep: Any, fixed: Mapping[str, Any]) -> Iterator[list[Plan]]:
-        """Plans that keep the same, in groups of falling chunks; groups from fast to slow, from device to disk."""
-        chunks: list[int | None] = [None, *(c for c in LADDER if c < tokens)]
-        if "chunk_tokens" in fixed:
-            chunks = [fixed["chunk_tokens"]]
-        elif self.unchunkable is not None:
-            chunks = [None]
-        if keep == "everything":
-            # What is kept is the same for any chunk: smaller ones only bound the temporaries.
-            chunks = chunks[:1] + [c for c in chunks[1:] if c in (8192, 1024)]
-        heads = [fixed["head_chunk"]] if "head_chunk" in fixed else [HEAD_CHUNK, 256]
-        extra = {key: value for key, value in fixed.items() if key not in KEYS}
-        for store, segment in self._homes(keep, fixed):
-            plans = [
-                Plan(
-                    chunk_tokens=chunk,
-                    layers_per_segment=segment,
-                    boundary_store=store,
-                    head_chunk=heads[0],
-                    keep=keep,
-                    **extra,
-                )
-                for chunk in chunks
-            ]
-            yield plans + [replace(plans[-1], head_chunk=head) for head in heads[1:]]
-
-    def _homes(self, keep: str, fixed: Mapping[str, Any]) -> Iterator[tuple[Any, int | None]]:
-        """Where boundaries live, and how many there are: (store, layers of a segment)."""
-        # On a CPU the host is the device.
-        stores = ["device", "disk"] if self.device.kind == "cpu" else ["device", "host", "disk"]
-        if "boundary_store" in fixed:
-            stores = [fixed["boundary_store"]]
-        if "layers_per_segment" in fixed:
-            yield from ((store, fixed["layers_per_segment"]) for store in stores)
-        elif keep == "everything":
-            yield stores[0], 1
-        else:
-            yield from ((store, 1) for store in stores if store != "disk")
-            if keep == "nothing":
-                few = [s for s in (2, 4, 8) if s < self.forecaster.ghost.layers]
-                yield from ((store, segment) for segment in few for store in stores if store != "disk")
-            yield from ((store, 1) for store in stores if store == "disk")
-
     def smallest(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction:
         """Of the plans that fit host and disk, the one that needs the fewest device bytes (of all, where none fits)."""
         shape = row if isinstance(row, Row) else Row.of(row)
         found = []
-        for plan in self._tight(shape.tokens, dict(fixed or {})):
+        for plan in self._candidates.tight(shape.tokens, dict(fixed or {})):
             found.append(self.predict(plan, row))
             if found[-1].fits(budget):
                 return found[-1]
         roomy = [p for p in found if p.host_bytes <= budget.host and p.disk_bytes <= budget.disk]
         return min(roomy or found, key=lambda p: p.needed_bytes)
 
-    def _tight(self, tokens: int, fixed: Mapping[str, Any]) -> list[Plan]:
-        """Plans of little memory: of each ladder but those between, one whose chunks are small beside the row."""
-        plans = []
-        for ladder in self._ladders(tokens, fixed.get("keep", "nothing"), fixed):
-            plan = ladder[-1]
-            if "layers_per_segment" not in fixed and plan.layers_per_segment not in (1, 4):
-                continue
-            if "boundary_store" not in fixed and plan.boundary_store == "device" and self.device.kind != "cpu":
-                continue  # The host takes less of the device.
-            # Below some thousand tokens a chunk takes little beside keys, values and weights, and is slow to trace.
-            chunks = [p.chunk_tokens for p in ladder if p.chunk_tokens]
-            small = min((c for c in chunks if c >= 2048), default=plan.chunk_tokens)
-            plans.append(replace(plan, chunk_tokens=small))
-        # One walk serves host and disk; longer segments take longer and more of the device.
-        return sorted(plans, key=lambda plan: plan.layers_per_segment or 0)
-
     def largest_row(self, budget: Budget, fixed: Mapping[str, Any] | None = None) -> int:
         """Tokens of the longest single row that some plan fits, to about 2%; 0 if none does."""
         fixed = dict(fixed or {})
         most = 0
-        for plan in self._tight(_LONG, fixed):
+        for plan in self._candidates.tight(_LONG, fixed):
             found, bound = self._reach(plan, budget)
             most = max(most, found)
             if bound == "needed_bytes":
@@ -369,7 +358,8 @@ class Planner:
 
 
 _LONG = 65536
-KEEPS = ("everything", "attention", "nothing")
+_SHRINKING = ("cell", "head", "flow", "prologue")
+"""What takes less, or may move off the device, with smaller chunks."""
 _AMPLE = 4096
 
 

@@ -31,8 +31,7 @@ from longtune.engine.engine import Engine
 from longtune.engine.plan import Plan
 from longtune.engine.workspace import Work, temporaries, work_of
 from longtune.head.form import read_form
-from longtune.head.fused import FusedChunked
-from longtune.head.heads import Chunked, Head, ModelHead, make_head
+from longtune.head.heads import Chunked, Head, ModelHead, gpu_head, make_head
 from longtune.model.stack import find_layers, unwrap
 from longtune.objective.base import Outcome
 from longtune.tree import Forest
@@ -81,15 +80,17 @@ class Meter(TorchDispatchMode):
         grain: sizes are rounded up to this (512 is that of CUDA's allocator).
         kernels: the device type that is stood for; decides what kernels take inside.
         shapes: results known from earlier meters of the same model.
+        whole: the first layer whose cells keep all their activations.
 
     Attributes:
         slots: the walk's stretches so far.
         away: most bytes off the device so far, by where ("host", "disk").
     """
 
-    def __init__(self, grain: int, kernels: str, shapes: dict[Any, Any]):
+    def __init__(self, grain: int, kernels: str, shapes: dict[Any, Any], whole: int = sys.maxsize):
         super().__init__()
         self._shapes = shapes
+        self._whole = whole
         self.grain, self.kernels = grain, kernels
         self.slots: list[Slot] = [Slot("rest")]
         self.away: Bytes = {}
@@ -162,9 +163,10 @@ class Meter(TorchDispatchMode):
             if extra:
                 slot.bytes["head" if self._phase == "head" else "cell"] += extra
 
-    def begin(self, what: str, layer: int = -1, chunk: int = -1, survivors: str = "flow") -> None:
-        """Open the next slot; what the last cell leaves behind becomes `survivors`."""
+    def begin(self, what: str, layer: int = -1, chunk: int = -1) -> None:
+        """Open the next slot; what the last cell leaves behind is kept, or the flow."""
         self._note()
+        survivors = "kept" if self.slots[-1].layer >= self._whole else "flow"
         for key in self._young:
             entry = self._storages.get(key)
             if entry is not None and entry[2] == "cell":
@@ -489,17 +491,17 @@ class Ghost:
     @property
     def _head_kind(self) -> str:
         if self._like is None or self._like.stack.device.type == "meta":
-            return "fused" if self.device == "cuda" else "chunked"
+            return "gpu" if self.device == "cuda" else "chunked"
         kinds = {ModelHead: "model", Chunked: "chunked"}
-        return kinds.get(type(self._like.head), "fused")  # pyright: ignore[reportArgumentType]
+        return kinds.get(type(self._like.head), "gpu")  # pyright: ignore[reportArgumentType]
 
     def _head(self, chunk: int | None) -> Head:
         stack = self.engine.stack
         if self._head_kind == "model":
             return ModelHead(stack, chunk)
-        if self._head_kind == "fused":
+        if self._head_kind == "gpu":
             form = read_form(stack, trained=True, packed=True)
-            return ModelHead(stack, chunk) if form is None else FusedChunked(form, chunk)
+            return ModelHead(stack, chunk) if form is None else gpu_head(form, chunk)
         return make_head(stack, chunk)
 
     def trace(self, plan: Plan, forest: Forest, one_pass: bool = True) -> Traced:
@@ -508,8 +510,9 @@ class Ghost:
         Args:
             one_pass: the objective's cotangents are known before its log-probs.
         """
-        meter = Meter(self.grain, self.device, self._shapes)
         engine, stack = self.engine, self.engine.stack
+        whole = self.layers - (plan.keep_layers or self.layers) if plan.keep == "everything" else self.layers
+        meter = Meter(self.grain, self.device, self._shapes, whole)
         engine.plan = plan
         engine.head = self._head(plan.head_chunk)
         overlaps = self.device == "cuda"
@@ -517,21 +520,20 @@ class Ghost:
         moves = plan.boundary_store == "disk"
         engine.moving = cast(Store, TraceStore(meter, "host", overlaps)) if moves else engine.boundaries
         engine.on_phase = meter.end_phase
-        survivors = "kept" if plan.keep == "everything" else "flow"
         originals = stack.layer, stack.prologue, stack.epilogue
 
         def layer(index: int, *args: Any) -> Any:
             cell = engine.port.cell
             assert cell is not None
-            meter.begin("stop" if cell.stop else "layer", index, cell.chunk.index, survivors)
+            meter.begin("stop" if cell.stop else "layer", index, cell.chunk.index)
             return originals[0](index, *args)
 
         def prologue(*args: Any) -> Any:
-            meter.begin("prologue", survivors=survivors)
+            meter.begin("prologue")
             return originals[1](*args)
 
         def epilogue(*args: Any) -> Any:
-            meter.begin("epilogue", survivors=survivors)
+            meter.begin("epilogue")
             return originals[2](*args)
 
         cast(Any, stack).layer, cast(Any, stack).prologue, cast(Any, stack).epilogue = layer, prologue, epilogue
