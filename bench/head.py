@@ -3,9 +3,11 @@
 The same frozen matrix, hidden states and targets for every way: log-probs (or the loss) and d(hidden). First each way's
 gradient is compared with fp32 on a few hundred targets, beside what bf16 autograd over full logits gets there; then it
 is timed at full size. `bare` is hidden x W and g x W alone, all logits in memory. Memory is the peak above the
-inputs and the returned d(hidden). Liger and cut-cross-entropy are raced where they are installed.
+inputs and the returned d(hidden). "issue" is when the host has asked for everything: where that is close to the whole
+time, the host is what is measured. Liger and cut-cross-entropy are raced where they are installed.
 
     python bench/head.py --out head.json
+    python bench/head.py --quick --sizes 4096x8192 8192x4096    # our own ways alone; passes x slices of the online head
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import gc
 import importlib.util
 import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +27,7 @@ from common import machine
 from longtune.head.form import HeadForm
 from longtune.head.fused import FusedChunked
 from longtune.head.heads import Chunked, Reference
+from longtune.head.online import OnlineHead
 from longtune.model.packed import Format, PackedLinear
 
 SHAPES = {"llama": (8192, 4096, 128256), "gemma": (8192, 2304, 256000), "small": (512, 256, 4099)}
@@ -36,7 +40,6 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor | 
 
 @dataclass
 class Way:
-    name: str
     run: Run
     truth: torch.Tensor
     """The matrix it computes with, dequantised."""
@@ -46,35 +49,42 @@ def contract(head: object) -> Run:
     return lambda hidden, token, cotangent: head.backward(hidden, token, cotangent)[:2]  # pyright: ignore
 
 
-def ways(weight: torch.Tensor, softcap: float | None, only: set[str] | None) -> list[Way]:
+def ways(weight: torch.Tensor, softcap: float | None, sizes: list[tuple[int, int]]) -> dict[str, Callable[[], Way]]:
+    """Ways by name, made when they are run; `sizes` are targets of a pass and columns of a slice to try beside the
+    online head's own."""
     form = HeadForm(weight, softcap=softcap)
     V, H = weight.shape
-    found = [
-        Way("fused", contract(FusedChunked(form, None)), weight),
-        Way("fused, bf16 logits", contract(FusedChunked(form, None, wide=False)), weight),
-        Way("chunked 1024", contract(Chunked(form, 1024)), weight),
-    ]
-    if importlib.util.find_spec("longtune.head.online"):
-        from longtune.head.online import OnlineHead
-
-        found.append(Way("online", contract(OnlineHead(form)), weight))
+    found: dict[str, Callable[[], Way]] = {
+        "online": lambda: Way(contract(OnlineHead(form, None)), weight),
+        "online, head_chunk 1024": lambda: Way(contract(OnlineHead(form, 1024)), weight),
+        "online, head_chunk 256": lambda: Way(contract(OnlineHead(form, 256)), weight),
+        "fused": lambda: Way(contract(FusedChunked(form, None)), weight),
+        "chunked 1024": lambda: Way(contract(Chunked(form, 1024)), weight),
+    }
+    for tokens, columns in sizes:
+        found[f"online, {tokens} x {columns}"] = lambda tokens=tokens, columns=columns: Way(
+            contract(OnlineHead(form, None, tokens=tokens, columns=columns)), weight
+        )
     for bits in (4, 8):
         if H % 64 or weight.device.type != "cuda":
             continue
-        packed = random_packed(V, H, bits, weight.device)
-        packed_form = HeadForm(packed.weight, softcap=softcap, packed=packed)
-        dense = packed.dequantise(torch.bfloat16)
-        found.append(Way(f"fused, {bits}-bit", contract(FusedChunked(packed_form, None)), dense))
-        if bits == 4 and importlib.util.find_spec("longtune.head.online"):
-            from longtune.head.online import OnlineHead
 
-            found.append(Way(f"online, {bits}-bit", contract(OnlineHead(packed_form)), dense))
+        def packed(bits: int = bits) -> Way:
+            made = random_packed(V, H, bits, weight.device)
+            own = HeadForm(made.weight, softcap=softcap, packed=made)
+            return Way(contract(OnlineHead(own, None)), made.dequantise(torch.bfloat16))
+
+        found[f"online, {bits}-bit"] = packed
     if importlib.util.find_spec("liger_kernel"):
-        found.append(Way("Liger fused linear CE", liger(weight, softcap), weight))
+        found["Liger fused linear CE"] = lambda: Way(liger(weight, softcap), weight)
     if importlib.util.find_spec("cut_cross_entropy"):
-        found.append(Way("cut-cross-entropy", cut(weight, softcap, None), weight))
-        found.append(Way("cut-cross-entropy, filter", cut(weight, softcap, "auto"), weight))
-    return [way for way in found if only is None or way.name in only]
+        found["cut-cross-entropy"] = lambda: Way(cut(weight, softcap, None), weight)
+        found["cut-cross-entropy, filter"] = lambda: Way(cut(weight, softcap, "auto"), weight)
+    return found
+
+
+OURS = ("fused", "online")
+"""What the names of our own ways begin with."""
 
 
 def random_packed(V: int, H: int, bits: int, device: torch.device, group: int = 64) -> PackedLinear:
@@ -142,7 +152,8 @@ def errors(way: Way, softcap: float | None, few: Inputs) -> dict[str, float]:
 
 
 def timed(run: Callable[[Inputs], object], inputs: list[Inputs], repeats: int) -> dict[str, float]:
-    """Median milliseconds by device events, and the peak of memory above what was there, in GiB."""
+    """Median milliseconds by device events, median milliseconds after which the host had issued all of it, and the peak
+    of memory above what was there, in GiB."""
     run(inputs[0])
     if inputs[0][0].device.type != "cuda":
         return {"milliseconds": float("nan"), "peak_gib": float("nan")}
@@ -151,17 +162,24 @@ def timed(run: Callable[[Inputs], object], inputs: list[Inputs], repeats: int) -
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, issued = [], []
     for index in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.perf_counter()
         start.record()
         run(inputs[index % len(inputs)])
         end.record()
+        issued.append(1000 * (time.perf_counter() - began))
         end.synchronize()
         times.append(start.elapsed_time(end))
     result = inputs[0][0].numel() * inputs[0][0].element_size()
     peak = torch.cuda.max_memory_allocated() - before - result
-    return {"milliseconds": statistics.median(times), "fastest": min(times), "peak_gib": peak / 2**30}
+    return {
+        "milliseconds": statistics.median(times),
+        "fastest": min(times),
+        "issue_milliseconds": statistics.median(issued),
+        "peak_gib": peak / 2**30,
+    }
 
 
 def bare(weight: torch.Tensor, M: int) -> Callable[[Inputs], object]:
@@ -180,6 +198,8 @@ def main() -> None:
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ways", nargs="*", help="names of the ways to run; all by default")
+    parser.add_argument("--quick", action="store_true", help="our own ways alone")
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="TOKENSxCOLUMNS", help="of the online head, to try")
     parser.add_argument("--out")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,9 +212,14 @@ def main() -> None:
         inputs = [draw(M, H, V, device, seed) for seed in (2, 3)]
         floor = timed(bare(weight, M), inputs, args.repeats)
         rows.append({"shape": name, "way": "bare products", **floor, "ratio": 1.0})
-        for way in ways(weight, args.softcap, set(args.ways) if args.ways else None):
-            entry: dict[str, object] = {"shape": name, "way": way.name}
+        sizes = [(int(a), int(b)) for a, b in (size.split("x") for size in args.sizes)]
+        for way_name, make in ways(weight, args.softcap, sizes).items():
+            if (args.ways and way_name not in args.ways) or (args.quick and not way_name.startswith(OURS)):
+                continue
+            entry: dict[str, object] = {"shape": name, "way": way_name}
+            way = None
             try:
+                way = make()
                 entry.update(errors(way, args.softcap, few))
                 gc.collect()
                 if device == "cuda":
@@ -208,11 +233,13 @@ def main() -> None:
             if args.out:
                 with open(args.out, "w") as file:
                     json.dump({"machine": machine(), "softcap": args.softcap, "rows": rows}, file, indent=1)
-    print(f"{'shape':<6} {'ms':>8} {'ratio':>6} {'GiB':>6} {'error':>9} {'bf16':>9} {'log-prob':>9} {'bf16':>9}  way")
-    columns = ("milliseconds", "ratio", "peak_gib", "error", "bf16_error", "log_prob_error", "bf16_log_prob_error")
+    titles = ("ms", "issue", "ratio", "GiB", "error", "bf16", "log-prob", "bf16")
+    print("shape  {:>8} {:>7} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9}  way".format(*titles))
+    columns = ("milliseconds", "issue_milliseconds", "ratio", "peak_gib")
+    columns += ("error", "bf16_error", "log_prob_error", "bf16_log_prob_error")
     for row in rows:
         numbers = [row.get(key, float("nan")) for key in columns]
-        cells = "{:>8.2f} {:>6.3f} {:>6.3f} {:>9.2e} {:>9.2e} {:>9.1e} {:>9.1e}".format(*numbers)
+        cells = "{:>8.2f} {:>7.2f} {:>6.3f} {:>6.3f} {:>9.2e} {:>9.2e} {:>9.1e} {:>9.1e}".format(*numbers)
         print(f"{row['shape']:<6} {cells}  {row['way']} {row.get('failed', '')}")
     for package, name in (("liger_kernel", "Liger"), ("cut_cross_entropy", "cut-cross-entropy")):
         if not importlib.util.find_spec(package):
