@@ -16,7 +16,7 @@ from longtune.cli import app
 from longtune.config import load_config
 from tests.tiny_run import write_config, write_model, write_rows
 
-VERBS = ["demo", "init", "check", "train", "watch", "report", "eval", "chat", "doctor", "export"]
+VERBS = ["demo", "init", "check", "plan", "train", "watch", "report", "eval", "chat", "doctor", "export"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,17 @@ def test_help_fits_a_screen(verb):
     lines = call(*verb, "--help", env={"COLUMNS": "80"}).stdout.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("verb", ["quantise", "sensitivity"])
+def test_longer_help_fits_the_width_of_a_screen(verb):
+    assert max(map(len, call(verb, "--help", env={"COLUMNS": "80"}).stdout.splitlines())) <= 80
+
+
+def test_the_list_of_verbs_cuts_no_description_short():
+    lines = call("--help", env={"COLUMNS": "80"}).stdout.partition("Commands:")[2].splitlines()[1:]
+    assert len(lines) == len(app.registered_commands)
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
 
 
 def test_help_answers_at_once_because_nothing_heavy_is_imported():
@@ -123,6 +134,13 @@ def test_chat_answers_once_with_and_without_the_adapter(run):
     assert found["answer"] != found["base_answer"]
     base = json.loads(call("chat", run, "--prompt", "abc", "--base", "--max-tokens", 6, "--json").stdout)
     assert base["answer"] == found["base_answer"]
+
+
+def test_chat_says_that_an_answer_reached_the_limit(run):
+    said = call("chat", run, "--prompt", "abc", "--compare", "--max-tokens", 1, "--json")
+    found = json.loads(said.stdout)
+    assert found["cut_off"] and found["base_cut_off"]
+    assert said.stderr.count("(cut off at 1 token: --max-tokens allows more)") == 2
 
 
 def test_chat_is_a_conversation_that_can_switch_the_adapter_off(run):

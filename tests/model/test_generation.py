@@ -49,6 +49,22 @@ def test_every_end_token_stops(loaded, monkeypatch):
     assert free and generate(loaded.model, loaded.tokenizer, ["abc"], max_new_tokens=6) == [""]
 
 
+def test_an_answer_that_reached_the_limit_is_told_from_one_that_ended(loaded, monkeypatch):
+    def cut(limit):
+        found = []
+        generate(loaded.model, loaded.tokenizer, ["abc", "b"], max_new_tokens=limit, cut_off=found.append)
+        return sorted(found)
+
+    assert cut(1) == cut(6) == [0, 1]
+    prompt = torch.tensor([encode_prompt(loaded.tokenizer, "abc")])
+    third = loaded.model.generate(prompt, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
+    ends = third.index(third[-1])  # Where it comes first, which is also where the answer ends.
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", third[-1])
+    if ends:
+        assert 0 in cut(ends)
+    assert 0 not in cut(ends + 1) and 0 not in cut(6)
+
+
 def test_the_templates_end_of_turn_is_an_end_token(loaded, monkeypatch):
     template = loaded.tokenizer.chat_template.replace("<eos>", "<|system|>")
     monkeypatch.setattr(loaded.tokenizer, "chat_template", template)

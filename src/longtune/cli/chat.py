@@ -79,13 +79,19 @@ def _chat(
     if asked.compare and target.adapter is not None:
         print("without the adapter:")
         result["base_answer"] = speaker.answer([text], tuned=False)
+        result["base_cut_off"] = speaker.cut_off
         print("with the adapter:")
     result["answer"] = speaker.answer([text], tuned=not asked.base)
+    result["cut_off"] = speaker.cut_off
     return result
 
 
 class _Speaker:
-    """A model that answers, with or without its adapter."""
+    """A model that answers, with or without its adapter.
+
+    Attributes:
+        cut_off: whether the last answer reached the limit before its end.
+    """
 
     def __init__(self, loaded: Any, adapter: Any, template_kwargs: dict[str, Any], asked: _Asked):
         from longtune.model.adapters import load_adapter
@@ -94,13 +100,16 @@ class _Speaker:
         self.model = loaded.model if adapter is None else load_adapter(loaded.model, adapter)
         self.has_adapter = adapter is not None
         self.template_kwargs, self.asked = template_kwargs, asked
+        self.cut_off = False
 
     def answer(self, turns: list[str], *, tuned: bool) -> str:
         """The answer to a conversation (user and assistant texts in turn, the user's last); printed as it comes."""
+        from longtune.errors import counted
         from longtune.model.adapters import adapters_disabled
         from longtune.model.generation import generate
 
         off = self.has_adapter and not tuned
+        cut: list[int] = []
         with adapters_disabled(self.model) if off else contextlib.nullcontext():
             (text,) = generate(
                 self.model,
@@ -110,9 +119,14 @@ class _Speaker:
                 temperature=self.asked.temperature,
                 batch_size=1,
                 stream=_print_piece,
+                cut_off=cut.append,
                 template_kwargs=self.template_kwargs,
             )
         print(flush=True)
+        self.cut_off = bool(cut)
+        if cut:
+            limit = counted(self.asked.max_tokens, "token")
+            print(f"(cut off at {limit}: --max-tokens allows more)", file=sys.stderr, flush=True)
         return text
 
     def _messages(self, turns: list[str]) -> Any:

@@ -20,7 +20,7 @@ def check(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check data: formats, lengths, masks, duplicates, special tokens.
+    """Check data: formats, lengths, masks, duplicates, tokens.
 
     \b
     longtune check longtune.yaml --show 3

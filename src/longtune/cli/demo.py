@@ -15,7 +15,7 @@ def demo(
     output: Annotated[str, typer.Option(help="The run's folder.")] = "runs/demo",
     as_json: AsJson = False,
 ) -> None:
-    """Train a small model on a task of made-up rows, in minutes, without a network.
+    """Train a small model on made-up rows, in minutes, offline.
 
     Shows answers before and after, and what the adapter gets right on rows it never saw; dpo and orpo train on
     pairs, and show which of two answers is preferred.

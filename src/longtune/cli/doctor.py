@@ -24,7 +24,7 @@ _OPTIONAL = {
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Show versions, devices, attention kernels, memory and disk, and what is missing."""
+    """Show versions, devices, kernels, memory, and what is missing."""
     run(_doctor, as_json)
 
 

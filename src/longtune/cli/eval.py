@@ -22,7 +22,7 @@ def eval_(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the loss of TARGET on held-out rows; on pairs accuracy and margin, too.
+    """Measure the loss of TARGET on held-out rows. On pairs accuracy and margin, too.
 
     \b
     longtune eval runs/rows --base

@@ -28,7 +28,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the adapter of TARGET (default: for peft); each export checks itself.
+    """Export the adapter of TARGET; each export checks itself.
 
     \b
     longtune export runs/rows --out adapter

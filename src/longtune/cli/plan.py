@@ -22,7 +22,7 @@ def plan(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a run fits, which plan it gets, and how long it takes.
+    """Say whether a run fits, by which plan, and how long it takes.
 
     \b
     longtune plan longtune.yaml

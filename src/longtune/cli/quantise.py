@@ -24,11 +24,11 @@ def quantise(
     trust: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write MODEL with packed weights in MLX's layout, which mlx-lm and longtune load.
+    """Write MODEL with packed weights, which mlx-lm loads, too.
 
     \b
-    longtune sensitivity smollm2 --data rows.jsonl
-    longtune quantise smollm2 --sensitivity sensitivity.json --target-bpw 5 --out smollm2-5bit
+    longtune sensitivity smollm2 --data rows.jsonl --out kl.json
+    longtune quantise smollm2 --sensitivity kl.json --target-bpw 5 --out 5bit
 
     Scales count: 4 bits in groups of 64 are 4.5 bits per weight.
     """

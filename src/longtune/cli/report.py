@@ -15,7 +15,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The HTML file; default: report.html in the run's folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's curves, plan, samples and config as one HTML file, and a PNG beside it.
+    """Write a run's curves, samples and config as one HTML file. A PNG comes beside it.
 
     \b
     longtune report runs/a

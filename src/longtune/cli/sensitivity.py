@@ -26,12 +26,13 @@ def sensitivity(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the mean KL divergence of the output with each module of MODEL alone quantised.
+    """Measure what quantising each module of MODEL alone costs.
 
     \b
     longtune sensitivity smollm2 --data rows.jsonl
 
-    A stopped measurement goes on where it was. The figures serve `longtune quantise`, and lora.rank_policy by_kl.
+    The cost is the mean KL divergence of the output. A stopped measurement goes on where it was. The figures serve
+    `longtune quantise`, and lora.rank_policy by_kl.
     """
     run(
         lambda: _sensitivity(model, data, bits, group_size, tokens, row_tokens, seed, out, columns, set_ or []), as_json

@@ -26,6 +26,7 @@ def generate(
     temperature: float = 0.0,
     seed: int | None = None,
     stream: Callable[[str], None] | None = None,
+    cut_off: Callable[[int], object] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Answers to several prompts, in their order, without special tokens.
@@ -38,6 +39,7 @@ def generate(
         temperature: 0 takes the likeliest token each time.
         seed: seed of sampling; None draws from the global generator.
         stream: called with pieces of the answer as they come; for a single prompt.
+        cut_off: called with the index of each prompt whose answer reached `max_new_tokens` before its end.
         template_kwargs: passed to the chat template.
     """
     if stream is not None and len(messages_or_prompts) != 1:
@@ -73,7 +75,10 @@ def generate(
                     streamer=_Pieces(tokenizer, stream) if stream is not None else None,
                 )
                 for index, row in zip(batch, out_BT[:, tokens_BT.shape[1] :].tolist(), strict=True):
-                    answers[index] = cast(str, tokenizer.decode(_until(row, stops), skip_special_tokens=True))
+                    answer = _until(row, stops)
+                    answers[index] = cast(str, tokenizer.decode(answer, skip_special_tokens=True))
+                    if cut_off is not None and len(answer) == max_new_tokens:
+                        cut_off(index)
     finally:
         model.train(training)
     return answers
