@@ -83,7 +83,8 @@ class LoraConfig(_Section):
     alpha: float = Field(default=32.0, gt=0.0)
     """The update is scaled by alpha / rank (alpha / sqrt(rank) with rslora)."""
     targets: str | tuple[str, ...] = "all-linear"
-    """all-linear (every linear inside the layers), a list of name suffixes, or a regular expression."""
+    """all-linear (every linear inside the layers), or name suffixes or regular expressions; `experts` means those that
+    are stored as one tensor, which all-linear leaves out."""
     layers: Annotated[str, Field(pattern=r"^(all|last [1-9]\d*)$")] | tuple[Count, ...] = "all"
     """all, "last N", or a list of layer numbers."""
     rank_policy: Literal["constant", "by_bits", "by_kl"] = "constant"
@@ -182,6 +183,8 @@ class MemoryPlan(_Section):
     """What the forward keeps so that the backward need not recompute it."""
     keep_layers: Positive | None = None
     """The last layers to which keep applies; null is all."""
+    keep_below: Literal["nothing", "kv", "attention"] = "nothing"
+    """What the layers below those keep."""
     halves: bool = False
     """Run a cell's backward in two parts: less is alive at once, queries, keys and values are computed again."""
 
