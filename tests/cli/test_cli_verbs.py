@@ -96,6 +96,24 @@ def test_eval_without_data_is_refused(model):
     assert "--data" in call("eval", model, code=2).stderr
 
 
+def _no_model(*_, **__):
+    raise AssertionError("the model was loaded first")
+
+
+@pytest.mark.parametrize("base", [[], ["--base"]])
+def test_eval_says_what_is_wrong_with_its_data_before_it_loads_the_model(base, run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("longtune.model.loading.load_model", _no_model)
+    shutil.copytree(run, tmp_path / "alone")
+    train = write_rows(tmp_path / "data") / "train.jsonl"
+    asked = ["--set", f"data={train}", "--set", "valid=null"]
+    assert "there is no validation data" in call("eval", tmp_path / "alone", *base, *asked, code=2).stderr
+    for name, text in (("empty", ""), ("broken", "{\n"), ("other", '{"prompt": 1}\n')):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(text)
+        assert str(file) in call("eval", run, *base, "--data", file, code=2).stderr
+        assert str(file) in call("eval", model, *base, "--data", file, code=2).stderr
+
+
 @pytest.mark.parametrize("verb", [["eval"], ["chat", "--prompt", "a"]])
 def test_a_target_that_is_not_there_is_said_before_anything_else(verb, run):
     said = call(verb[0], run.parent / "rum", *verb[1:], code=2).stderr

@@ -50,7 +50,7 @@ def _eval(
     from longtune.data.sources import resolve
     from longtune.engine import Engine
     from longtune.model.adapters import adapters_disabled, load_adapter
-    from longtune.model.loading import choose_device, load_model
+    from longtune.model.loading import choose_device, load_model, load_tokenizer
     from longtune.model.reference import load_reference
     from longtune.train.evaluate import Validation, choose_rows, chosen_rows, validate
     from longtune.train.planning import choose_plan
@@ -62,7 +62,14 @@ def _eval(
     if source is None:
         raise UserError(Problem(f"eval {name}", "there is no validation data", "name it: --data valid.jsonl"))
     resolve(source)
+    frozen = frozen_adapter(config)
+    if frozen is not None and target.adapter is None:
+        raise UserError(Problem("dpo.reference_adapter", f"{name} has no adapter that it could be compared with"))
     plan, _ = choose_plan(config.memory, choose_device(config.device))
+    # What is wrong with the rows is said before the model takes its time to load.
+    dataset = load_data(config, source, load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    for line in dataset.report.lines():
+        print(line)
     loaded = load_model(
         config.model,
         dtype=config.dtype,
@@ -70,14 +77,8 @@ def _eval(
         trust_remote_code=config.trust_remote_code,
         quantise=config.quantise_on_load,
     )
-    dataset = load_data(config, source, loaded)
-    for line in dataset.report.lines():
-        print(line)
     tuned = loaded.model if target.adapter is None else load_adapter(loaded.model, target.adapter)
-    frozen = frozen_adapter(config)
     if frozen is not None:
-        if target.adapter is None:
-            raise UserError(Problem("dpo.reference_adapter", f"{name} has no adapter that it could be compared with"))
         load_reference(tuned, frozen)  # pyright: ignore[reportArgumentType]
     objective = make_objective(config)
     trees = choose_rows(dataset.trees, rows)

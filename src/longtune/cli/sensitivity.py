@@ -77,7 +77,7 @@ def _sensitivity(
     )
     units, left = find_units(loaded.model, group_size)
     print_left(left)
-    dataset = load_data(config, data, loaded)
+    dataset = load_data(config, data, loaded.tokenizer)
     samples = samples_of(dataset.trees, tokens=tokens, row_tokens=row_tokens, seed=seed)
     count = sum(sample.positions.numel() for sample in samples)
     about = {

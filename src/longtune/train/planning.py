@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -333,7 +332,7 @@ def _rows(config: RunConfig, tokens: int | None) -> tuple[Sequence[int] | None, 
 
     train, _ = data_sources(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    data = load_data(config, train, SimpleNamespace(tokenizer=tokenizer))  # pyright: ignore[reportArgumentType]
+    data = load_data(config, train, tokenizer)
     batches = batcher(config, data)
     settings = config.train
     _, count = run_length(batches, steps=settings.steps, epochs=settings.epochs, accumulate=settings.accumulate)

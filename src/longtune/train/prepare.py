@@ -87,9 +87,9 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     train = valid = model = ranks = None
     untargeted: list[str] = []
     with _collect(problems):
-        train = load_data(config, train_source, loaded)
+        train = load_data(config, train_source, loaded.tokenizer)
     with _collect(problems):
-        valid = load_data(config, valid_source, loaded) if valid_source is not None else None
+        valid = load_data(config, valid_source, loaded.tokenizer) if valid_source is not None else None
     with _collect(problems):
         untargeted = left_out(loaded.model, config.lora.targets)
         model, ranks = _add_adapter(config, loaded, checkpoint)
@@ -145,12 +145,12 @@ def data_sources(config: RunConfig) -> tuple[Any, Any]:
     return train, valid
 
 
-def load_data(config: RunConfig, source: Any, loaded: Loaded) -> Dataset:
+def load_data(config: RunConfig, source: Any, tokenizer: Any) -> Dataset:
     """A source as token trees, by the run's settings."""
     with reading_bar(source) as progress:
         return load_dataset(
             source,
-            loaded.tokenizer,
+            tokenizer,
             progress=progress,
             cache=cache_folder() / "tokens" if config.token_cache else None,
             **data_settings(config),
