@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -178,6 +179,27 @@ def test_an_adapter_of_another_model_is_refused_module_by_module(tmp_path):
     assert "model.layers.0.mlp" in str(caught.value) and "64" in str(caught.value)
     with pytest.raises(UserError, match="the model has not"):
         load_adapter(tiny_model("llama", torch.float32, num_hidden_layers=2), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: init_adapter(lora(), folder),
+        lambda folder: load_adapter(tiny_model("llama"), folder),
+        read_updates,
+    ],
+)
+def test_a_run_that_is_not_finished_names_its_checkpoints(read, tmp_path):
+    run = tmp_path / "run"
+    for number, step in enumerate((2, 4, 6, 8)):
+        save_adapter(lora(), run / "checkpoints" / f"step-{step:05d}")
+        os.utime(run / "checkpoints" / f"step-{step:05d}" / "adapter_config.json", (1000 + number, 1000 + number))
+    with pytest.raises(UserError, match="isn't finished") as caught:
+        read(run)
+    (problem,) = caught.value.problems
+    named = [str(run / "checkpoints" / f"step-{step:05d}") for step in (8, 6, 4)]
+    assert problem.fix == f"name one of its checkpoints: {' or '.join(named)}"
+    read(named[0])
 
 
 def test_what_is_no_whole_adapter_is_refused(tmp_path):

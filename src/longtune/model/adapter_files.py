@@ -130,11 +130,20 @@ def _find(folder: str | os.PathLike[str]) -> Path:
     if not path.is_dir():
         raise UserError(Problem(place, "there is no such folder", "name the folder that holds adapter_config.json"))
     if not (path / CONFIG).is_file():
+        if saved := _checkpoints(path):
+            fix = f"name one of its checkpoints: {' or '.join(saved)}"
+            raise UserError(Problem(place, "is a run that isn't finished: it has no adapter yet", fix))
         raise UserError(Problem(place, f"holds no {CONFIG}", "name an adapter's folder, or a run's"))
     if not any((path / name).is_file() for name in (WEIGHTS, MLX_WEIGHTS)) and (path / "adapter_model.bin").is_file():
         reason = "holds pickled weights, which can run code when they are read"
         raise UserError(Problem(place, reason, f"save it again with peft, as {WEIGHTS}"))
     return path
+
+
+def _checkpoints(run: Path, most: int = 3) -> list[str]:
+    """Adapters that a run folder holds in its checkpoints, the newest ones, the last first."""
+    newest = sorted(run.glob(f"checkpoints/*/{CONFIG}"), key=lambda file: (file.stat().st_mtime, file), reverse=True)
+    return [str(file.parent) for file in newest[:most]]
 
 
 def read_config(path: Path) -> LoraConfig:
