@@ -24,6 +24,7 @@ SIGNATURES = {
         "head_chunk",
         "keep",
         "keep_layers",
+        "keep_below",
         "halves",
     ],
     "Problem": ["place", "reason", "fix"],

@@ -26,6 +26,10 @@ PLANS = (
         )
     ]
     + [
+        Plan(chunk_tokens=chunk, layers_per_segment=layers, keep="everything", keep_layers=2, keep_below=below)
+        for chunk, layers, below in itertools.product((4, None), (1, 2), ("kv", "attention"))
+    ]
+    + [
         Plan(chunk_tokens=chunk, layers_per_segment=2, keep=keep, boundary_store=next(STORES), halves=True)
         for chunk, keep in itertools.product((4, None), ("nothing", "attention"))
     ]

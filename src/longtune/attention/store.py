@@ -30,7 +30,7 @@ class KVStore:
 
     def write(self, chunk: Chunk, k_BHCD: torch.Tensor, v_BHCD: torch.Tensor) -> None:
         """Store a chunk's keys [1, heads, C, width] and values; a chunk that is already there is left alone."""
-        if chunk.index in self._written:
+        if self.has(chunk):
             return
         if self._k is None or self._v is None:
             self._k = self._new(k_BHCD, k_BHCD.dtype)
@@ -38,6 +38,10 @@ class KVStore:
         self._k[:, chunk.start : chunk.end] = k_BHCD.detach().transpose(1, 2)
         self._v[:, chunk.start : chunk.end] = v_BHCD.detach().transpose(1, 2)
         self._written.add(chunk.index)
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether a chunk's keys and values are there."""
+        return chunk.index in self._written
 
     def _new(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(1, self.tokens, like.shape[1], like.shape[3], dtype=dtype, device=like.device)

@@ -16,6 +16,7 @@ from longtune.attention.function import Cell, Reached, StopLayer, backward_throu
 from longtune.attention.store import KVStore
 from longtune.engine.randomness import cell_randomness
 from longtune.engine.traffic import Traffic
+from longtune.engine.unread import left_out
 from longtune.model.stack import LayerCall
 from longtune.tree import Chunk, Forest
 
@@ -131,11 +132,23 @@ class Cells:
             call = self.stack.with_tensors(call, inputs[1:])
         return inputs, call
 
-    def graph(self, layer: int, c: int, hidden: torch.Tensor, kept: Attention | None = None) -> Graph:
-        """Run a cell with a graph from detached inputs."""
+    def graph(
+        self, layer: int, c: int, hidden: torch.Tensor, kept: Attention | None = None, *, read: bool = True
+    ) -> Graph:
+        """Run a cell with a graph from detached inputs.
+
+        Args:
+            kept: the attention's output, from an earlier run.
+            read: whether the output's values are wanted, not only gradients.
+        """
         inputs, call = self._leaves(layer, c, hidden)
-        with torch.enable_grad():
-            return Graph(inputs, self._run(self._cell(layer, c, kept=kept), inputs[0], call, self._compiles(layer, c)))
+        cell = self._cell(layer, c, kept=kept)
+        names: tuple[str, ...] = ()
+        if not read:
+            unread = self.engine.unread[layer]
+            names = unread.stored if cell.store.has(cell.chunk) else unread.fresh
+        with torch.enable_grad(), left_out(self.stack.layers[layer], names):
+            return Graph(inputs, self._run(cell, inputs[0], call, self._compiles(layer, c)))
 
     @staticmethod
     def gradients(graph: Graph, doutput: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -15,6 +15,7 @@ from longtune.attention.select import path_attention
 from longtune.engine.boundary import make_store
 from longtune.engine.plan import Plan
 from longtune.engine.structure import PROBE_TOKENS, learn
+from longtune.engine.unread import Unread
 from longtune.engine.walk import Walk
 from longtune.errors import Problem, UserError
 from longtune.head.heads import make_head
@@ -76,6 +77,7 @@ class Engine:
                 self.stack.logits(self.structure.hidden[:1])
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = self._state_of_head()
+            self._unread: tuple[Unread, ...] | None = None
             self._open_stores()
             self.unchunkable = self._check()
         except BaseException as error:
@@ -94,6 +96,27 @@ class Engine:
         if other:
             self._close_stores()
             self._open_stores()
+
+    @property
+    def unread(self) -> tuple[Unread, ...]:
+        """Per layer, what a cell may leave out whose gradients alone are wanted; learnt when it is first asked for."""
+        if self._unread is None:
+            self._unread = self._learn_unread()
+        return self._unread
+
+    @unread.setter
+    def unread(self, known: tuple[Unread, ...]) -> None:
+        self._unread = known
+
+    def _learn_unread(self) -> tuple[Unread, ...]:
+        forest = Forest([Tree.sequence(torch.arange(PROBE_TOKENS))])
+        plan, on_phase = self.plan, self.on_phase
+        self.plan, self.on_phase = Plan(layers_per_segment=1), None
+        try:
+            with evaluating(self.model):
+                return Walk(self, forest, (0, 0), True).unread()
+        finally:
+            self.plan, self.on_phase = plan, on_phase
 
     def _open_stores(self) -> None:
         kind, device = self.plan.boundary_store, self.stack.device
@@ -123,6 +146,8 @@ class Engine:
             raise RuntimeError("the engine was closed: make another one")
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
+        if grad and self._unread is None:
+            self._unread = self._learn_unread()
         if (state := self._state_of_head()) != self._head_state:
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = state

@@ -9,6 +9,7 @@ from longtune.errors import Problem, UserError
 
 BoundaryStore = Literal["device", "host", "disk"]
 Keep = Literal["nothing", "kv", "attention", "everything"]
+KeepBelow = Literal["nothing", "kv", "attention"]
 
 STREAM_CHUNKS = 4
 """Chunks from which on the residual stream lives off the device too, where boundaries do: with fewer, a chunk would
@@ -29,7 +30,8 @@ class Plan:
         keep: `nothing` recomputes each cell; `kv` keeps keys and values, so that they are not made again before a
             layer's backward; `attention` keeps attention outputs and log-sum-exp, so that attention runs forward once;
             `everything` keeps all activations and recomputes nothing.
-        keep_layers: the last layers to which `keep` applies, the others keep nothing; None is all.
+        keep_layers: the last layers to which `keep` applies; None is all.
+        keep_below: what the layers below those keep: `nothing`, `kv` or `attention`.
         halves: run a cell's backward in two parts, behind the attention and before it, so that their graphs are never
             alive together; what comes before the attention is computed once more.
 
@@ -43,6 +45,7 @@ class Plan:
     head_chunk: int | None = 1024
     keep: Keep = "nothing"
     keep_layers: int | None = None
+    keep_below: KeepBelow = "nothing"
     halves: bool = False
 
     def __post_init__(self) -> None:
@@ -51,8 +54,8 @@ class Plan:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 problems.append(Problem(f"plan: {name}", f"{value!r} is not a count of at least 1", "null means all"))
-        for name, kinds in (("boundary_store", get_args(BoundaryStore)), ("keep", get_args(Keep))):
-            value = getattr(self, name)
+        for name, type in (("boundary_store", BoundaryStore), ("keep", Keep), ("keep_below", KeepBelow)):
+            value, kinds = getattr(self, name), get_args(type)
             if value not in kinds:
                 problems.append(Problem(f"plan: {name}", f"{value!r} is not known", f"one of {', '.join(kinds)}"))
         if not isinstance(self.halves, bool):

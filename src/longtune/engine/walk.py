@@ -23,6 +23,7 @@ from longtune.engine.cells import Cells, Graph
 from longtune.engine.gradients import GradientSums
 from longtune.engine.randomness import has_dropout
 from longtune.engine.traffic import Place, Traffic
+from longtune.engine.unread import NOTHING, Unread, find_unread
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Groups = list[list[Place]]
 """What the walk will ask for, one piece of work after another."""
 
-_NOTHING: Groups = []
+_NO_GROUPS: Groups = []
 _REBUILT_AHEAD = 3
 """Chunks on their way while keys and values are rebuilt: that takes a chunk less time than its copy."""
 
@@ -64,7 +65,7 @@ class Walk:
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         self.lowest = self._lowest_trained() if grad else self._count
         self._keeping = max(self.lowest, self._count - (self.plan.keep_layers or self._count))
-        """The first layer that keeps what the plan says; those below it keep nothing but boundaries."""
+        """The first layer that keeps what `keep` says; those below it keep what `keep_below` says."""
         self._whole = self._keeping if self.plan.keep == "everything" else self._count
         """The first layer of which all activations are kept."""
         step = self.plan.layers_per_segment or self._count
@@ -99,7 +100,7 @@ class Walk:
             )
 
     def _keep(self, layer: int) -> str:
-        return self.plan.keep if layer >= self._keeping else "nothing"
+        return self.plan.keep if layer >= self._keeping else self.plan.keep_below
 
     # forward
 
@@ -231,6 +232,17 @@ class Walk:
             self._traffic.turn(self._count, c, flow * factor.to(flow.dtype))
         self.sums.scale(factor)
 
+    def unread(self) -> tuple[Unread, ...]:
+        """Per layer, what its cells may leave out; instead of a backward, and of what comes before it."""
+        self.forward()
+        with self._walking():
+            found = [
+                find_unread(self.cells, layer, self._traffic.input(layer, 0), self._parameters[layer])
+                for layer in range(self.lowest, self._count)
+            ]
+            self._traffic.clear()
+        return (*(NOTHING for _ in range(self.lowest)), *found)
+
     # backward
 
     def backward(self) -> None:
@@ -238,7 +250,7 @@ class Walk:
         with self._walking():
             for layer in range(self._count - 1, self._whole - 1, -1):
                 below = self._segments and layer == self._whole
-                self._backward_layer(layer, self._start(self._segments[-1]) if below else _NOTHING)
+                self._backward_layer(layer, self._start(self._segments[-1]) if below else _NO_GROUPS)
                 self._told("backward", layer)
             for number in range(len(self._segments) - 1, -1, -1):
                 self._backward_segment(self._segments[number])
@@ -299,15 +311,15 @@ class Walk:
         if layer > segment[0]:
             return [self._first_cell(layer - 1)]
         below = next((other for other in self._segments if other[-1] == layer - 1), None)
-        return _NOTHING if below is None else self._start(below)
+        return _NO_GROUPS if below is None else self._start(below)
 
     def _after_head(self) -> Groups:
-        return self._start(self._segments[-1]) if self._segments and self._whole == self._count else _NOTHING
+        return self._start(self._segments[-1]) if self._segments and self._whole == self._count else _NO_GROUPS
 
     def _keeps_attention(self, layer: int) -> bool:
         return self._keep(layer) == "attention" and self.engine.structure.donors[layer] is not None
 
-    def _backward_layer(self, layer: int, then: Groups = _NOTHING) -> None:
+    def _backward_layer(self, layer: int, then: Groups = _NO_GROUPS) -> None:
         parameters = self._parameters[layer]
         whole = layer >= self._whole
         kept = self._keeps_attention(layer)
@@ -331,7 +343,7 @@ class Walk:
                     if halves:
                         grads = self.cells.gradients_in_halves(layer, c, hidden, attention, dflow, parameters)
                     else:
-                        graph = self.cells.graph(layer, c, hidden, attention)
+                        graph = self.cells.graph(layer, c, hidden, attention, read=False)
                         del attention, hidden
                         grads = self.cells.gradients(graph, dflow, parameters)
                         del graph
