@@ -7,10 +7,11 @@ made and writes nothing but the result, so that it runs at the speed of memory.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import torch
 
-from longtune.model.packed.formats import Format, dequantise_reference, scale_table, value_table
+from longtune.model.packed.formats import Format, Mode, dequantise_reference, scale_table, value_table
 
 
 def dequantise_rows(
@@ -27,8 +28,7 @@ def dequantise_rows(
     if out.numel() and uses_triton(out):
         from longtune.model.packed.triton_kernel import dequantise_triton
 
-        values = None if format.mode == "affine" else _on(value_table(format.mode), out.device)
-        steps = None if format.mode == "affine" else _on(scale_table(format.mode), out.device)
+        values, steps = (None, None) if format.mode == "affine" else _tables(format.mode, out.device)
         return dequantise_triton(format, words, scales, biases, global_scale, values, steps, out)
     return dequantise_reference(format, words, scales, biases, global_scale, out)
 
@@ -38,9 +38,12 @@ def uses_triton(out: torch.Tensor) -> bool:
     return out.is_cuda and out.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
 
 
+@cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _on(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return table.to(device, non_blocking=True)
+@cache
+def _tables(mode: Mode, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of a float mode, on a device: copied there once."""
+    return value_table(mode).to(device), scale_table(mode).to(device)
