@@ -4,6 +4,7 @@ One sequence, LoRA r=16 on every linear of the layers, random weights at a real 
 that, how fast the dequantising kernel is, and that it gives the reference's bits on this device.
 
     python bench/packed.py --shape llama-8b --tokens 32768 --out bench/results/h200-packed.json
+    python bench/packed.py --only-kernel
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ def dequantising(device: str, rows: int, columns: int) -> list[dict[str, Any]]:
         ours = packed.dequantise()
         theirs = torch.empty_like(ours)
         dequantise_reference(format, packed.weight, packed.scales, packed.biases, None, theirs)
-        seconds = timed(packed.dequantise, device)
+        seconds, issue = timed(lambda packed=packed, out=ours: packed.dequantise(out=out), device)
         found.append(
             {
                 "format": str(format),
                 "equal": bool(torch.equal(ours, theirs)),
                 "seconds": seconds,
+                "issue_seconds": issue,
                 "written_tb_per_s": ours.numel() * 2 / seconds / 1e12,
             }
         )
@@ -89,17 +91,30 @@ def dequantising(device: str, rows: int, columns: int) -> list[dict[str, Any]]:
     return found
 
 
-def timed(work: Callable[[], object], device: str, repeats: int = 20) -> float:
-    """Seconds of one call."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+def timed(work: Callable[[], object], device: str, repeats: int = 20) -> tuple[float, float]:
+    """Seconds of one call: of the device alone (calls replayed as one graph), and until the host has issued it."""
     for _ in range(3):
         work()
-    wait()
+    if device != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start, 0.0
+    torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         work()
-    wait()
-    return (time.perf_counter() - start) / repeats
+    issue = (time.perf_counter() - start) / repeats
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    graph.replay()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats, issue
 
 
 def raced(model: nn.Module, plan: Plan, tokens: torch.Tensor, cuda: bool, repeats: int) -> dict[str, float]:
@@ -130,6 +145,7 @@ def main() -> None:
     parser.add_argument("--keep", default="nothing")
     parser.add_argument("--store", default="host")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only-kernel", action="store_true", help="dequantising alone, no steps")
     parser.add_argument("--out")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,6 +153,8 @@ def main() -> None:
     shape = SHAPES[args.shape]
     result: dict[str, Any] = {"machine": {**machine(), "shape": args.shape}, "tokens": args.tokens, "rows": []}
     result["dequantising"] = dequantising(device, shape["intermediate_size"], shape["hidden_size"])
+    if args.only_kernel:
+        return
     ways: dict[str, Callable[[], nn.Module]] = {
         "bf16": lambda: build(args.shape, device),
         "affine 4-bit g64, layers": lambda: pack(build(args.shape, device), AFFINE, outside=False),
