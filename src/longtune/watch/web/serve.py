@@ -46,6 +46,7 @@ def serve(named: Sequence[Path], host: str, port: int) -> None:
         import uvicorn
 
         from longtune.watch.web.app import make_app
+        from longtune.watch.web.patience import Impatient
     except ImportError as error:
         fix = "pip install 'longtune[web]'"
         raise UserError(Problem("--web", f"needs starlette and uvicorn ({error.name} is missing)", fix)) from None
@@ -64,8 +65,8 @@ def serve(named: Sequence[Path], host: str, port: int) -> None:
         )
     config = uvicorn.Config(
         make_app(served, policy),
-        # The other parser takes headers of any length before the guard is asked.
-        http="h11",
+        # On h11: the other parser takes headers of any length before the guard is asked.
+        http=Impatient,
         h11_max_incomplete_event_size=LONGEST_HEAD,
         ws="none",
         log_level="warning",
