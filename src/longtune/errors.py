@@ -41,6 +41,15 @@ class DoesNotFit(UserError):
     exit_code = 3
 
 
+def fault_of_text(text: str) -> str | None:
+    """Why no tokenizer can read a text (it came in bytes that are no UTF-8), or None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is no text in UTF-8 (at character {error.start + 1:,})"
+    return None
+
+
 def counted(count: int, thing: str) -> str:
     """A number and what it is of, in words: "1 row", "1,200 rows"."""
     return f"{count:,} {thing}" + ("" if count == 1 else "s")

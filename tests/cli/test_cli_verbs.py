@@ -173,6 +173,24 @@ def test_chat_reads_a_prompt_from_stdin_and_continues_plain_text(model):
     assert isinstance(found["answer"], str)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["chat", "--system"], ["chat", "--prompt"], ["export", "--out", "x", "--prompt"]]
+)
+def test_a_text_in_other_bytes_than_utf8_is_refused_before_anything_is_loaded(run, arguments, monkeypatch):
+    monkeypatch.setattr("longtune.model.loading.load_model", _no_model)
+    verb, *options = arguments
+    said = call(verb, run, *options, "caf\udce9", code=2)
+    assert f"{verb} {options[-1]}: is no text in UTF-8 (at character 4)" in said.stderr
+    assert not said.stdout
+
+
+def test_a_line_in_other_bytes_than_utf8_is_refused_and_chat_goes_on(model):
+    asked = call("chat", model, "--prompt", "-", input=b"caf\xe9", code=2)
+    assert "stdin: is no text in UTF-8" in asked.stderr
+    talked = call("chat", model, "--max-tokens", 2, input=b"caf\xe9\n/quit\n")
+    assert "that is no text in UTF-8" in talked.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--json"], ["--compare"]])
 def test_chat_needs_a_prompt_for_one_answer(model, arguments):
     assert "--prompt" in call("chat", model, *arguments, code=2).stderr

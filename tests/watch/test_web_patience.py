@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -9,8 +10,9 @@ import time
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra web")
-uvicorn = pytest.importorskip("uvicorn", reason="needs the extra web")
+pytest.importorskip("uvicorn", reason="needs the extra web")
+
+import uvicorn
 
 from longtune.watch.web import patience
 
@@ -24,8 +26,6 @@ async def slow(scope, receive, send):
         pass
     if message["type"] == "http.disconnect":
         return
-    import asyncio
-
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
     for piece in (b"a", b"b", b"c", b"d"):
         await send({"type": "http.response.body", "body": piece, "more_body": piece != b"d"})

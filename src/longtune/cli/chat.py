@@ -52,13 +52,16 @@ class _Asked:
 def _chat(
     name: str, model: str | None, overrides: list[str], prompt: str | None, asked: _Asked, as_json: bool
 ) -> dict[str, Any]:
-    from longtune.cli.options import find_target
+    from longtune.cli.options import find_target, readable
     from longtune.errors import Problem, UserError
 
+    readable({"chat --prompt": prompt, "chat --system": asked.system})
     if prompt is None and (as_json or asked.compare):
         option = "--json" if as_json else "--compare"
         raise UserError(Problem(f"chat {option}", "needs something to ask", "add --prompt TEXT"))
     target = find_target(name, model=model, overrides=overrides)
+    # Read before the model takes its time to load.
+    text = _standard_input() if prompt == "-" else prompt
 
     from longtune.model.loading import load_model
 
@@ -71,10 +74,9 @@ def _chat(
         quantise=config.quantise_on_load,
     )
     speaker = _Speaker(loaded, target.adapter, config.chat_template_kwargs, asked)
-    if prompt is None:
+    if text is None:
         _converse(speaker, tuned=not asked.base and target.adapter is not None)
         return {}
-    text = sys.stdin.read() if prompt == "-" else prompt
     result: dict[str, Any] = {"target": name, "model": config.model, "prompt": text}
     if asked.compare and target.adapter is not None:
         print("without the adapter:")
@@ -84,6 +86,19 @@ def _chat(
     result["answer"] = speaker.answer([text], tuned=not asked.base)
     result["cut_off"] = speaker.cut_off
     return result
+
+
+def _standard_input() -> str:
+    from longtune.cli.options import readable
+    from longtune.errors import Problem, UserError
+
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        reason = f"is no text in UTF-8 (at byte {error.start + 1:,})"
+        raise UserError(Problem("stdin", reason, "convert it to UTF-8")) from None
+    readable({"stdin": text})
+    return text
 
 
 class _Speaker:
@@ -143,6 +158,8 @@ def _print_piece(text: str) -> None:
 
 
 def _converse(speaker: _Speaker, *, tuned: bool) -> None:
+    from longtune.errors import fault_of_text
+
     print(_HELP)
     turns: list[str] = []
     while True:
@@ -150,6 +167,12 @@ def _converse(speaker: _Speaker, *, tuned: bool) -> None:
             text = input("tuned> " if tuned else "base> ").strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            print("that is no text in UTF-8", file=sys.stderr)
+            continue
+        if fault := fault_of_text(text):
+            print(f"that {fault}", file=sys.stderr)
+            continue
         if text in ("/quit", "/exit"):
             return
         if text == "/new":

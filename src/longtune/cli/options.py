@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtune.config import RunConfig, load_config, quoted
-from longtune.errors import Problem, UserError
+from longtune.errors import Problem, UserError, fault_of_text
 
 
 def as_overrides(named: Mapping[str, str | None]) -> list[str]:
@@ -24,6 +24,14 @@ def column_overrides(columns: str | None) -> list[str]:
     from longtune.data.formats import parse_columns
 
     return [f"columns={json.dumps(parse_columns(columns))}"]
+
+
+def readable(texts: Mapping[str, str | None]) -> None:
+    """Refuses texts of the command line (by their places) that came in bytes that are no UTF-8."""
+    faults = {place: fault_of_text(text or "") for place, text in texts.items()}
+    problems = [Problem(place, reason, "convert it to UTF-8") for place, reason in faults.items() if reason]
+    if problems:
+        raise UserError(problems)
 
 
 @dataclass(frozen=True, slots=True)

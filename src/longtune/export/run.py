@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from longtune.errors import Problem, UserError
+from longtune.errors import Problem, UserError, fault_of_text
 from longtune.export import gguf_lora, merged, mlx, mlx_check, mlx_merged, peft, verify
 from longtune.export.combine import combined, even
 from longtune.export.memory import compute_dtype
@@ -296,6 +296,8 @@ def _check(request: Request) -> None:
     for path, weight in request.others:
         if not abs(weight) < float("inf"):
             problems.append(Problem(f"export --with {path}", f"{weight} is no weight"))
+    if fault := fault_of_text(request.prompt):
+        problems.append(Problem("export --prompt", fault, "convert it to UTF-8"))
     problems.extend(_out_problems(request))
     if problems:
         raise UserError(problems)

@@ -1,7 +1,7 @@
 """Connections of the page's server that take too long to send a request: they are dropped, and their place is free.
 
-uvicorn alone waits without end for a request that was begun (or never is), and counts it among its connections. How long
-an answer takes, and how long an answered connection may idle, is left to it.
+uvicorn alone waits without end for a request that was begun (or never is), and counts it among its connections. How
+long an answer takes, and how long an answered connection may idle, is left to it.
 """
 
 from __future__ import annotations
