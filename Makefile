@@ -12,12 +12,16 @@ BIN := $(VENV)/bin
 # Compiling every module of every dependency would take longer than running the tests.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 WORKERS ?= 2
+LIBRARIES := tests/model/packed tests/export/test_export_packed.py tests/cli/test_cli_quantise.py
 
 demo: $(VENV)/ready
 	$(BIN)/longtune demo
 
-test: $(VENV)/ready-dev
+# Libraries of quantised weights lie beside the environment: peft and transformers import bitsandbytes and torchao wherever
+# they are installed, which takes each process seconds. Tests that need them are run by themselves.
+test: $(VENV)/ready-dev $(VENV)/ready-beside
 	$(BIN)/python -m pytest -n $(WORKERS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/beside $(BIN)/python -m pytest -q -m libraries $(LIBRARIES)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
@@ -54,4 +58,8 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/ready-dev: $(VENV)/ready
 	$(INSTALL) --editable .[dev]
+	@touch $@
+
+$(VENV)/ready-beside: $(VENV)/ready-dev
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/beside bitsandbytes torchao compressed-tensors loguru
 	@touch $@

@@ -162,6 +162,7 @@ def test_widths_that_there_are_not(bits, place, tmp_path):
     assert code == 2 and "--bits" in output
 
 
+@pytest.mark.libraries
 def test_a_run_may_quantise_its_base_on_loading(place, tmp_path):
     pytest.importorskip("bitsandbytes", reason="nf4 is the work of bitsandbytes")
     config = write_config(

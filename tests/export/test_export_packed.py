@@ -110,9 +110,10 @@ def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adap
         assert torch.equal(after[name].weight, exact), name
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize(("kind", "within"), [("nf4", 1e-5), ("int8", 3e-2)])
 def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, within, tmp_path):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
     stored = tmp_path / "stored"
     settings: dict = {"load_in_8bit": True}
     if kind == "nf4":

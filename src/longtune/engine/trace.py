@@ -32,6 +32,7 @@ from longtune.engine.plan import Plan
 from longtune.engine.workspace import Work, temporaries, work_of
 from longtune.head.form import read_form
 from longtune.head.heads import Chunked, Head, ModelHead, gpu_head, make_head
+from longtune.model.packed.storage import inner_tensors, without_values
 from longtune.model.stack import find_layers, unwrap
 from longtune.objective.base import Outcome
 from longtune.tree import Forest
@@ -562,7 +563,7 @@ def ghost_of(model: nn.Module, depth: int | None = None) -> nn.Module:
             for tensor in holder.values():
                 if tensor is None or id(tensor) in memo:
                     continue
-                empty = torch.empty_like(tensor.data, device="meta")
+                empty = without_values(tensor.data)
                 if isinstance(tensor, nn.Parameter):
                     memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 else:
@@ -579,7 +580,7 @@ def ghost_of(model: nn.Module, depth: int | None = None) -> nn.Module:
 def stored_bytes(tensors: Iterable[torch.Tensor], grain: int = 512) -> int:
     """Bytes of the storages of some tensors, each rounded up to `grain`."""
     storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
+    for inner in (inner for tensor in tensors for inner in inner_tensors(tensor)):
+        storage = inner.untyped_storage()
         storages[storage._cdata] = -(-storage.nbytes() // grain) * grain
     return sum(storages.values())

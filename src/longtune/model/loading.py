@@ -34,7 +34,14 @@ from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.packed.checkpoint import is_mlx, read_config
 from longtune.model.packed.gguf import remember_gguf_bits
 from longtune.model.packed.loader import load_packed
-from longtune.model.packed.onload import check_way, quantising, settle
+from longtune.model.packed.onload import (
+    check_way,
+    dequantised,
+    is_compressed,
+    quantising,
+    remember_compressed_bits,
+    settle,
+)
 
 Source = Literal["embedded", "folder", "gguf", "hub"]
 
@@ -293,8 +300,11 @@ def _load_pretrained(
         config = AutoConfig.from_pretrained(where, **common)
         _check_architecture(config, place, trust_remote_code)
         tokenizer = _load_tokenizer(where, place, common)
+        existing = getattr(config, "quantization_config", None)
         if quantise is not None:
-            common |= quantising(quantise, dtype, getattr(config, "quantization_config", None), place)
+            common |= quantising(quantise, dtype, existing, place)
+        elif is_compressed(existing):
+            config.quantization_config = dequantised(existing)
         if device.type != "cpu" or quantise is not None:
             common["device_map"] = {"": device}
         model, report = cast(
@@ -308,6 +318,8 @@ def _load_pretrained(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(explain(error, place, path, trust_remote_code)) from error
     settle(model)
+    if quantise is None and is_compressed(existing):
+        remember_compressed_bits(model, existing)
     if missing := sorted(report["missing_keys"]):
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(Problem(place, f"the weights lack {shown}", "the files are not whole, or not of this config"))

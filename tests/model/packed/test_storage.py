@@ -166,6 +166,7 @@ def plain(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.libraries
 def test_nf4_is_exact_through_the_walk(plain):
     model = load_model(str(plain), dtype="float32", device="cpu", quantise="nf4").model
     projection = model.model.layers[0].self_attn.q_proj
@@ -177,6 +178,7 @@ def test_nf4_is_exact_through_the_walk(plain):
     assert_walk_is_exact(model, LeanLinear, 1e-5)
 
 
+@pytest.mark.libraries
 def test_int8_is_that_of_bitsandbytes(plain):
     model = load_model(str(plain), dtype="float32", device="cpu", quantise="int8").model
     projection = model.model.layers[0].self_attn.q_proj
@@ -210,6 +212,7 @@ def assert_walk_is_exact(model: nn.Module, layer: type | None, tolerance: float)
     assert worst(gradients(adapted), plain) < tolerance
 
 
+@pytest.mark.libraries
 def test_numbers_that_bitsandbytes_laid_out_for_a_cpu_kernel_are_read(plain):
     model = load_model(str(plain), dtype="float32", device="cpu", quantise="nf4").model
     projection = model.model.layers[0].self_attn.q_proj
@@ -222,6 +225,7 @@ def test_numbers_that_bitsandbytes_laid_out_for_a_cpu_kernel_are_read(plain):
     assert (dequantise(projection).float() - before).abs().max() < 2**-8 * before.abs().max()
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize(("way", "reason"), [("nf3", "is unknown"), ("nf4", "MLX checkpoint")])
 def test_ways_that_can_not_be_taken(way, reason, plain, tmp_path):
     folder = plain

@@ -1,11 +1,13 @@
-"""Storing a plain model's weights in fewer bits while it is loaded: bitsandbytes' NF4 and int8, through transformers.
+"""What transformers is told about quantised weights while it loads a model.
 
-Checkpoints that are quantised already need nothing of this.
+A plain model's weights are stored in fewer bits on request: bitsandbytes' NF4 and int8. Of checkpoints that are
+quantised already only those of compressed-tensors need help: they are dequantised, and their widths remembered.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from longtune.errors import Problem, UserError
+from longtune.model.packed.storage import remember_bits
 
 WAYS = ("nf4", "int8")
 """What `quantise_on_load` may be. nf4: 4-bit normal floats in blocks of 64, their scales quantised once more. int8:
@@ -59,6 +62,37 @@ def quantising(way: str, dtype: torch.dtype, existing: Any, place: str) -> dict[
             bnb_4bit_compute_dtype=dtype,
         )
     }
+
+
+def is_compressed(existing: Any) -> bool:
+    """Whether a checkpoint's own quantisation is that of compressed-tensors."""
+    return isinstance(existing, dict) and existing.get("quant_method") == "compressed-tensors"
+
+
+def dequantised(existing: dict[str, Any]) -> dict[str, Any]:
+    """The quantisation of a compressed-tensors checkpoint with the wish to have its weights dense.
+
+    Left alone, the library makes them dense at the model's first forward, for good: memory would grow behind the
+    planner's back, and until then a layer has no weight to compute with.
+    """
+    from transformers import CompressedTensorsConfig
+
+    newer = "dequantize" in inspect.signature(CompressedTensorsConfig).parameters
+    return {**existing, **({"dequantize": True} if newer else {"run_compressed": False})}
+
+
+def remember_compressed_bits(model: nn.Module, existing: dict[str, Any]) -> None:
+    """Note the widths that a compressed-tensors checkpoint stored its weights in."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.utils import match_named_modules
+
+    scheme = QuantizationConfig.model_validate(existing)
+    for group in scheme.config_groups.values():
+        if isinstance(group, str) or group.weights is None:
+            continue
+        for _, module in match_named_modules(model, group.targets, scheme.ignore):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                remember_bits(module, group.weights.num_bits)
 
 
 def settle(model: nn.Module) -> None:

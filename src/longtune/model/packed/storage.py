@@ -8,6 +8,7 @@ as what its tensors are.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -82,7 +83,28 @@ def packed_bytes(module: nn.Module) -> int:
         held = getattr(getattr(child, "weight", None), "SCB", None)
         if isinstance(held, torch.Tensor):
             tensors.append(held)
-    return sum(_unique_bytes(tensors))
+    return sum(_unique_bytes(inner for tensor in tensors for inner in inner_tensors(tensor)))
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's numbers: those inside of a wrapper (torchao's), else itself."""
+    if not _is_wrapper(tensor):
+        return [tensor]
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same kind of tensor on the meta device."""
+    if not _is_wrapper(tensor):
+        return torch.empty_like(tensor, device="meta")
+    names, context = cast(Any, tensor).__tensor_flatten__()
+    inner = {name: without_values(getattr(tensor, name)) for name in names}
+    return cast(Any, type(tensor)).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
 
 
 def dequantise(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -127,6 +149,10 @@ def _subclass_bits(weight: torch.Tensor) -> float | None:
     data = weight.data if isinstance(weight, nn.Parameter) else weight
     if type(data) in (torch.Tensor, nn.Parameter):
         return None
+    # Numbers of few bits may lie in wider integers.
+    target = re.fullmatch(r"torch\.u?int(\d+)", str(getattr(data, "target_dtype", None)))
+    if target:
+        return float(target[1])
     name = type(data).__name__.lower()
     if "int4" in name or "uint4" in name or "nf4" in name:
         return 4.0
