@@ -9,6 +9,8 @@ the head. Nothing here knows a model family, and nothing is changed for longer t
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
 from longtune.model.rope import LengthDependentRope
+
+
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+"""Held while a decoder is pointed at an engine's attention, by the thread that did so."""
 
 
 @dataclass(slots=True)
@@ -217,7 +223,8 @@ class Stack:
 
     @property
     def device(self) -> torch.device:
-        return next(self._list.parameters()).device
+        # Of the layers themselves: while a prologue runs, perhaps in another thread, stand-ins are in their list.
+        return next(p for layer in self.layers for p in layer.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -228,7 +235,25 @@ class Stack:
 
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:
-        """Point the decoder's attention at the registered implementation `name`, with checkpointing off."""
+        """Point the decoder's attention at the registered implementation `name`, with checkpointing off.
+
+        Raises:
+            RuntimeError: another thread is doing so with this model.
+        """
+        lock = _LOCKS.setdefault(self.decoder, threading.RLock())
+        if not lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"another thread is walking this {type(self.model).__name__}, which holds one walk at a time: let one"
+                " thread take the steps, or give each thread a model of its own"
+            )
+        try:
+            with self._attending(name):
+                yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _attending(self, name: str) -> Iterator[None]:
         before = [(config, config._attn_implementation) for config in self._configs]
         checkpointed = [m for m in self.decoder.modules() if getattr(m, "gradient_checkpointing", False)]
         try:
