@@ -8,6 +8,7 @@ Intervals are unions: two kernels at once count once. "Hidden" is the part of th
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -53,12 +54,12 @@ def timeline(events: list[tuple[str, float, float]], gaps: int) -> None:
     span = max(e for _, e in kernels) - min(s for s, _ in kernels)
     hidden = common_part(copies, kernels) / max(length(copies), 1e-12)
     print(
-        f"device: {span:.3f} s from first to last kernel, kernels {length(kernels):.3f} s ({length(kernels) / span:.1%}),"
-        f" copies {length(copies):.3f} s, {hidden:.1%} of them hidden behind kernels"
+        f"device: {span:.3f} s from first to last kernel, kernels {length(kernels):.3f} s"
+        f" ({length(kernels) / span:.1%}), copies {length(copies):.3f} s, {hidden:.1%} of them hidden behind kernels"
     )
     starts = {s: name for name, s, _ in events if "Memcpy" not in name or "DtoD" in name}
     ends = {e: name for name, _, e in events if "Memcpy" not in name or "DtoD" in name}
-    idle = [(b[0] - a[1], a[1], b[0]) for a, b in zip(kernels, kernels[1:], strict=False)]
+    idle = [(b[0] - a[1], a[1], b[0]) for a, b in itertools.pairwise(kernels)]
     for low, high in ((0, 1e-5), (1e-5, 1e-4), (1e-4, 1e-3), (1e-3, 1e9)):
         some = [g for g, _, _ in idle if low <= g < high]
         print(f"  idle in gaps of {low * 1e6:.0f} us and more: {sum(some) * 1e3:8.2f} ms in {len(some)}")

@@ -165,16 +165,3 @@ def test_a_value_that_is_read_is_computed(kind):
     found, unread = walked(model, forest, Plan(layers_per_segment=1))
     assert all("down_proj" not in " ".join(u.fresh + u.stored) for u in unread)
     assert support.worst(found, truth) < 1e-4
-
-
-# torch's compiler uses things of its own that it calls deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_layer_leaves_out_the_same():
-    model = adapted(support.tiny_model("llama", torch.float32))
-    forest = Forest([support.random_sequence(24)])
-    truth = support.oracle_gradients(model, forest, -forest.targets.weight)
-    plan = Plan(layers_per_segment=1, chunk_tokens=8, keep="attention")
-    found, unread = walked(model, forest, plan, compile=True)
-    assert unread[0].stored == EXPECTED["llama"][1]
-    assert support.worst(found, truth) < 1e-4

@@ -34,7 +34,7 @@ SETTINGS = dict(
     gradient_checkpointing=False,
     dataloader_pin_memory=False,
 )
-THEIR_WARNINGS = "ignore:.*(gradient_checkpointing|pin_memory).*"
+THEIR_WARNINGS = "ignore:.*(gradient_checkpointing|pin_memory|trl.experimental).*"
 """What transformers' and TRL's trainers warn about among themselves."""
 
 

@@ -17,7 +17,7 @@ from longtune.attention.store import KVStore
 from longtune.engine.randomness import cell_randomness
 from longtune.engine.traffic import Traffic
 from longtune.engine.unread import left_out
-from longtune.model.stack import LayerCall
+from longtune.model.stack import Compiling, LayerCall
 from longtune.tree import Chunk, Forest
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Cells:
             store = self.kv[home] = KVStore(self.forest.size)
         return Cell(layer, self.chunks[c], store, writes=home == layer, **options)  # pyright: ignore[reportArgumentType]
 
-    def _run(self, cell: Cell, hidden: torch.Tensor, call: LayerCall, compiled: bool = False) -> torch.Tensor:
+    def _run(self, cell: Cell, hidden: torch.Tensor, call: LayerCall, compiled: Compiling = "no") -> torch.Tensor:
         layer, c = cell.layer, cell.chunk.index
         self.engine.port.cell = cell
         random = (
@@ -93,12 +93,15 @@ class Cells:
         with random:
             return self.stack.layer(layer, hidden, call, compiled)
 
-    def _compiles(self, layer: int, c: int) -> bool:
-        """Whether a cell runs compiled: whole chunks only, each shape being compiled anew, and nothing random, which
-        would differ between the cell with a graph and the one without."""
-        plan = self.engine.plan
-        whole = plan.chunk_tokens is None or self.chunks[c].size == plan.chunk_tokens
-        return self.engine.compile and whole and not self.random[layer]
+    def _compiles(self, layer: int, c: int) -> Compiling:
+        """How a cell is compiled: not where something is random, which would differ between the cell with a graph and
+        the one without. Chunks of the plan's size are compiled for it. Rows of one chunk, which come in all sizes, are
+        compiled once for all of them; the odd last chunk of a longer row isn't worth it."""
+        if not self.engine.compile or self.random[layer]:
+            return "no"
+        if self.chunks[c].size == self.engine.plan.chunk_tokens:
+            return "size"
+        return "any size" if len(self.chunks) == 1 else "no"
 
     def run(
         self, layer: int, c: int, hidden: torch.Tensor, *, keeps: bool = False, kept: Attention | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from longtune.objective.base import Objective, Totals
 from longtune.tree import Forest, Tree
 
 OnPhase = Callable[[str, int | None], None]
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -36,10 +37,13 @@ class Engine:
         plan: how to walk.
         seed: seed of the run, for randomness inside layers (dropout).
         attention: name of an attention kernel, to overrule the choice.
-        compile: run the layers of whole chunks through `torch.compile`; each new chunk size compiles them anew.
+        compile: run the layers through `torch.compile`: each chunk size of a plan compiles them anew, rows of one chunk
+            once for all sizes.
         scratch: folder for boundaries on disk (default: the system's temporary folder).
         on_phase: called after each phase of a walk: ("prologue" | "forward" | "head" | "done", None), and
             ("backward", first layer) after each segment's backward.
+        on_compile_failure: called with the reason when the layers can't be compiled here; the engine then goes on as
+            it would without `compile`. None: such a failure is an error.
 
     Attributes:
         attention_choice: the attention kernel and the reason for it.
@@ -58,6 +62,7 @@ class Engine:
         compile: bool = False,
         scratch: Path | None = None,
         on_phase: OnPhase | None = None,
+        on_compile_failure: Callable[[str], None] | None = None,
     ):
         self.model = model
         self.plan = plan or Plan()
@@ -65,6 +70,7 @@ class Engine:
         self.compile = compile
         self.scratch = scratch
         self.on_phase = on_phase
+        self.on_compile_failure = on_compile_failure
         self.stack = Stack(model)
         computing, self.attention_choice = path_attention(self.stack.device, self.stack.dtype, attention)
         self.port = AttentionPort(computing)
@@ -110,13 +116,18 @@ class Engine:
 
     def _learn_unread(self) -> tuple[Unread, ...]:
         forest = Forest([Tree.sequence(torch.arange(PROBE_TOKENS))])
-        plan, on_phase = self.plan, self.on_phase
-        self.plan, self.on_phase = Plan(layers_per_segment=1), None
+        with evaluating(self.model), self._probing(Plan(layers_per_segment=1)):
+            return Walk(self, forest, (0, 0), True).unread()
+
+    @contextmanager
+    def _probing(self, plan: Plan) -> Iterator[None]:
+        """Another plan for a small walk that nobody is told of, as the layers are."""
+        before = self.plan, self.on_phase, self.compile
+        self.plan, self.on_phase, self.compile = plan, None, False
         try:
-            with evaluating(self.model):
-                return Walk(self, forest, (0, 0), True).unread()
+            yield
         finally:
-            self.plan, self.on_phase = plan, on_phase
+            self.plan, self.on_phase, self.compile = before
 
     def _open_stores(self) -> None:
         kind, device = self.plan.boundary_store, self.stack.device
@@ -199,15 +210,23 @@ class Engine:
         Returns:
             The micro-batch's additive contributions (`loss` among them), for `objective.metrics`.
         """
+        return self._compiling(lambda: self._accumulate(forest, objective, totals, key))
+
+    def _accumulate(
+        self, forest: Forest, objective: Objective, totals: Totals, key: tuple[int, ...]
+    ) -> dict[str, float]:
         walk = self._begin(forest, key, grad=True)
         walk.forward()
         cotangent = objective.known_cotangent(forest, totals)
         if cotangent is not None:
-            outcome = objective(forest, walk.head(cotangent).cpu(), totals)
+            log_probs = walk.head(cotangent)
+            walk.backward()
+            # Only now: a host that waited for them before the backward would leave the device without work.
+            outcome = objective(forest, log_probs.cpu(), totals)
         else:
             outcome = objective(forest, walk.log_probs().cpu(), totals)
             walk.head(outcome.cotangent)
-        walk.backward()
+            walk.backward()
         walk.sums.deliver()
         return outcome.sums
 
@@ -217,10 +236,31 @@ class Engine:
 
     def log_probs(self, forest: Forest) -> torch.Tensor:
         """Log-probs of the forest's targets [M], fp32, forward only, dropout off."""
-        with evaluating(self.model):
+
+        def run() -> torch.Tensor:
             walk = self._begin(forest, (0, 0), grad=False)
             walk.forward()
             return walk.log_probs()
+
+        with evaluating(self.model):
+            return self._compiling(run)
+
+    def _compiling(self, run: Callable[[], Result]) -> Result:
+        """What `run` gives; where the layers can't be compiled here, once more without. It must leave nothing behind
+        when it fails."""
+        if not self.compile:
+            return run()
+        try:
+            return run()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            first = (str(cause).strip() or type(cause).__name__).splitlines()[0][:200]
+            reason = f"the layers can't be compiled here ({type(cause).__name__}: {first})"
+            if self.on_compile_failure is None:
+                raise UserError(Problem("compile", reason, "set compile: false, or install a C compiler")) from error
+            self.compile = False
+            self.on_compile_failure(reason)
+        return run()
 
     def walk(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         """A walk to be driven by hand (used by `longtune.stream`)."""
@@ -247,17 +287,13 @@ class Engine:
             )
         narrow = self.stack.dtype in (torch.bfloat16, torch.float16)
         tolerance = 0.1 if narrow else 1e-3
-        plan = self.plan
         errors = {}
         with evaluating(self.model), torch.no_grad():
             for chunk in (None, 2):
-                self.plan = Plan(chunk_tokens=chunk)
-                try:
+                with self._probing(Plan(chunk_tokens=chunk)):
                     walk = self._begin(forest, (0, 0), grad=False)
                     walk.forward()
                     hidden = walk.hidden().double()
-                finally:
-                    self.plan = plan
                 errors[chunk] = float(torch.linalg.norm(hidden - expected) / torch.linalg.norm(expected))
         if narrow and max(errors.values()) > tolerance:
             # Rounding alone may move the hidden states of a few tokens by more than that.

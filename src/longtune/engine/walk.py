@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 Groups = list[list[Place]]
 """What the walk will ask for, one piece of work after another."""
 
+UNIT_BYTES = 256 << 20
+"""Most bytes of d(hidden) by target that a walk holds between its log-probs and its backward."""
+
 _NO_GROUPS: Groups = []
 _REBUILT_AHEAD = 3
 """Chunks on their way while keys and values are rebuilt: that takes a chunk less time than its copy."""
@@ -57,7 +60,12 @@ class Walk:
         device = self.stack.device
         self._tokens = forest.tokens.to(device)
         self._positions = forest.positions.to(device)
+        self._grad = grad
         self._graphs: dict[tuple[int, int], Graph] = {}
+        self._units: dict[int, torch.Tensor] = {}
+        """By chunk, d(hidden) of each target for a cotangent of one [m, H]."""
+        self._log_probs: torch.Tensor | None = None
+        """Those that were made together with the units."""
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._count = len(self.stack.layers)
         self._random = [has_dropout(layer) for layer in self.stack.layers]
@@ -151,8 +159,13 @@ class Walk:
         return [(home == c).nonzero().flatten() for c in range(len(self.chunks))]
 
     def log_probs(self) -> torch.Tensor:
-        """Log-probs of all targets [M], fp32, without gradient; the walk can still go on to `head`."""
+        """Log-probs of all targets [M], fp32, without gradient; the walk can still go on to `head`.
+
+        A target's part of d(hidden) is its cotangent times a row that doesn't depend on it. Where such rows of all
+        targets take few bytes they are made in the same pass, and `head` needs no products of its own.
+        """
         targets = self.forest.targets
+        both = self._grad and not self.engine.head.parameters and self._row_bytes <= UNIT_BYTES
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
         by_chunk = self._targets_by_chunk()
         with self._walking(), torch.no_grad():
@@ -162,14 +175,27 @@ class Walk:
                 hidden = self._epilogue(c, self._traffic.flow(self._count, c, last=False))[0]
                 column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
                 token = targets.token[index].to(hidden.device)
-                out[index.to(out.device)] = self.engine.head.log_probs(hidden[column], token)
+                if both:
+                    ones = torch.ones_like(token, dtype=out.dtype)
+                    log_probs, self._units[c], _ = self.engine.head.backward(hidden[column], token, ones)
+                else:
+                    log_probs = self.engine.head.log_probs(hidden[column], token)
+                out[index.to(out.device)] = log_probs
+        self._log_probs = out if both else None
         self._told("head")
         return out
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row of d(hidden) for each target."""
+        width = self.stack.model.config.get_text_config().hidden_size
+        return len(self.forest.targets) * width * self.stack.dtype.itemsize
 
     def head(self, cotangent_M: torch.Tensor) -> torch.Tensor:
         """Log-probs of all targets [M]; the flow turns from residuals to their gradients."""
         targets = self.forest.targets
         head = self.engine.head
+        known = self._log_probs
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
         with self._walking():
             by_chunk = self._targets_by_chunk()
@@ -184,16 +210,19 @@ class Walk:
                 token = targets.token[index].to(hidden.device)
                 cotangent = cotangent_M[index].to(hidden.device)
                 with torch.no_grad():
-                    log_probs, drows, grads = head.backward(hidden.detach()[0, column], token, cotangent)
+                    if known is None:
+                        log_probs, drows, grads = head.backward(hidden.detach()[0, column], token, cotangent)
+                        out[index.to(out.device)] = log_probs
+                        self.sums.add(head.parameters, grads)
+                    else:
+                        drows = self._units.pop(c).to(self.engine.wide_dtype) * cotangent[:, None]
                     wide = torch.zeros_like(hidden[0], dtype=self.engine.wide_dtype)
                     dhidden = wide.index_add_(0, column, drows.to(wide.dtype)).to(hidden.dtype)
                     del wide
-                out[index.to(out.device)] = log_probs
-                self.sums.add(head.parameters, grads)
                 self._epilogue_backward(c, residual, hidden, dhidden[None])
                 del residual, hidden, dhidden, drows
         self._told("head")
-        return out
+        return out if known is None else known
 
     def hidden(self) -> torch.Tensor:
         """Hidden states before the head, [T, H], without graph."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
 from longtune.model.rope import LengthDependentRope
+
+Compiling = Literal["no", "size", "any size"]
+"""Through `torch.compile`: not, for each size apart, or once for all sizes."""
 
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -189,7 +192,7 @@ class Stack:
         self.layers: list[nn.Module] = list(self._list)
         self.returns_tuple = [False] * len(self.layers)
         self.shared: dict[str, dict[Any, Any]] = {}
-        self._compiled_layers: dict[int, Any] = {}
+        self._compiled_layers: dict[tuple[int, bool], Any] = {}
         self._configs = self._find_configs()
         self.rope = LengthDependentRope(self.decoder)
         self._decoder_forward = self.decoder.forward
@@ -310,9 +313,9 @@ class Stack:
             stand_ins[-1].output = residual
             return self.run_decoder(tokens_C, positions_C)
 
-    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall, compiled: bool = False) -> torch.Tensor:
-        """Run one layer with recorded arguments, as it is or compiled (for one shape of its arguments)."""
-        run = self._compiled(index) if compiled else self.layers[index]
+    def layer(self, index: int, hidden: torch.Tensor, call: LayerCall, compiled: Compiling = "no") -> torch.Tensor:
+        """Run one layer with recorded arguments, as it is or compiled (for each size of its arguments, or for all)."""
+        run = self.layers[index] if compiled == "no" else self._compiled(index, compiled == "any size")
         kwargs = call.kwargs
         if self.shared:
             kwargs = dict(kwargs)
@@ -327,11 +330,12 @@ class Stack:
             output = run(*call.args, **{call.hidden_keyword: hidden}, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
-    def _compiled(self, index: int) -> Any:
+    def _compiled(self, index: int, dynamic: bool) -> Any:
         """A layer through `torch.compile`; layers of one class share what was compiled."""
-        if index not in self._compiled_layers:
-            self._compiled_layers[index] = torch.compile(self.layers[index], dynamic=False)
-        return self._compiled_layers[index]
+        key = index, dynamic
+        if key not in self._compiled_layers:
+            self._compiled_layers[key] = torch.compile(self.layers[index], dynamic=dynamic)
+        return self._compiled_layers[key]
 
     def tensors(self, call: LayerCall) -> list[torch.Tensor]:
         """Tensor arguments of a call that carry gradients to the prologue's parameters."""
