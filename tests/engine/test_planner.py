@@ -11,8 +11,8 @@ import torch
 from longtune.engine import Plan, cost, devices
 from longtune.engine.devices import Device, known
 from longtune.engine.forecast import Row
+from longtune.engine.meter import CLASSES
 from longtune.engine.planner import CONTEXT, Budget, Planner, budget_here, memory_bytes
-from longtune.engine.trace import CLASSES
 from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from tests.support import tiny_config, tiny_model

@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from longtune.engine import Engine, Plan
 from longtune.engine.forecast import Forecaster, Row
-from longtune.engine.trace import CLASSES, Ghost, Meter, ghost_of, stored_bytes
+from longtune.engine.meter import CLASSES, Meter
+from longtune.engine.standins import seen_pairs
+from longtune.engine.trace import Ghost, ghost_of, stored_bytes
+from longtune.engine.unread import NOTHING
 from longtune.model.adapters import add_lora
 from longtune.objective import get
 from longtune.tree import Forest
@@ -58,6 +61,7 @@ def lora(name, **changes):
 
 def real_peak(model, plan, forest):
     engine, objective = Engine(model, plan), get("sft")
+    assert engine.unread  # Learnt before anything is counted.
     with Counter() as counter:
         engine.accumulate(forest, objective, objective.totals(forest))
     engine.close()
@@ -234,3 +238,132 @@ def test_a_stack_whose_layers_share_keys_is_traced_whole():
     plan, row = Plan(chunk_tokens=16), Row(40)
     assert forecaster.forecast(plan, row).peak == forecaster.ghost.trace(plan, row.forest()).peak
     forecaster.close()
+
+
+class _Tritons:
+    """Triton's kernels in place of the CPU's, on the real model (by the interpreter) and on its ghost."""
+
+    def __init__(self, monkeypatch):
+        from longtune.attention.triton_path import TritonPath
+
+        monkeypatch.setattr(Ghost, "_path_kernels", lambda self: [TritonPath(always=True)])
+
+    def peaks(self, model, plan, forest):
+        engine, objective = Engine(model, plan, attention="triton"), get("sft")
+        assert engine.unread
+        with Counter() as counter:
+            engine.accumulate(forest, objective, objective.totals(forest))
+        engine.close()
+        for parameter in model.parameters():
+            parameter.grad = None
+        ghost = Ghost(model, "triton", "cpu")
+        ghost.grain = 1
+        traced = ghost.trace(plan, forest)
+        ghost.close()
+        return counter.peak, traced.peak
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreter")
+def test_what_stands_for_triton_takes_what_it_takes(monkeypatch):
+    pytest.importorskip("triton")
+    model = lora("llama", num_hidden_layers=2)
+    forest = Forest([random_sequence(20), pair_tree(20, (9, 8))])
+    real, ghost = _Tritons(monkeypatch).peaks(model, Plan(chunk_tokens=24), forest)
+    assert ghost == pytest.approx(real, rel=0.04)
+
+
+def brute_pairs(chunk, window):
+    total = 0
+    for span in chunk.spans:
+        for query in range(span.position, span.position + span.end - span.start):
+            total += min(query + 1, window or query + 1)
+    return total
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 30, 1000])
+def test_pairs_are_counted_exactly(window):
+    forest = Forest([random_sequence(33), pair_tree(40, (9, 8)), random_sequence(1)])
+    for size in (1, 10, None):
+        for chunk in forest.chunks(size):
+            assert seen_pairs(chunk, window) == brute_pairs(chunk, window)
+
+
+def attention_work(model, forest, kernel="cudnn", plan=None):
+    ghost = Ghost(model, kernel, "cuda")
+    traced = ghost.trace(plan or Plan(), forest)
+    ghost.close()
+    return sum(slot.work.forward for slot in traced.slots), traced.peak
+
+
+def test_a_windows_work_on_a_gpu_is_proportional_to_the_window():
+    def model(window):
+        kinds = dict(layer_types=["sliding_attention"] * 2, num_hidden_layers=2, head_dim=64, sliding_window=window)
+        return add_lora(tiny_model("gemma3_text", torch.bfloat16, **kinds), rank=3, alpha=6).train()
+
+    forest = Forest([random_sequence(9000)])
+    narrow, wide = (attention_work(model(window), forest)[0] for window in (1024, 4096))
+    # 700 keys are what a query costs besides (`standins._WHOLE`); the first queries see less than a window.
+    wanted = [window * (9000 - window / 2) + 700 * 9000 for window in (1024, 4096)]
+    assert narrow / wide == pytest.approx(wanted[0] / wanted[1], rel=0.01)
+    # What is not cut by the window stays with the blocks.
+    short = Forest([random_sequence(512)])
+    assert attention_work(model(1024), short)[0] == attention_work(model(4096), short)[0]
+
+
+def test_packed_short_rows_are_one_launch_on_a_gpu():
+    model = add_lora(tiny_model("llama", torch.bfloat16), rank=3, alpha=6).train()
+    forest = Forest([random_sequence(50, seed=i) for i in range(40)])
+    ghost = Ghost(model, "cudnn", "cuda")
+    many, one = (
+        sum(slot.work.launches for slot in ghost.trace(Plan(keep="everything"), row).slots)
+        for row in (forest, Forest([random_sequence(2048)]))
+    )
+    ghost.close()
+    assert many < 1.1 * one
+
+
+def test_long_packed_rows_are_extrapolated_to_what_they_take():
+    model = lora("llama", num_hidden_layers=5)
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    ghost.engine.port.attention.block_keys = 16
+    forecaster = Forecaster(ghost)
+    plan = Plan(chunk_tokens=16)
+    for length, count in ((12, 40), (40, 12), (600, 2)):
+        forest = Forest([random_sequence(length, seed=i) for i in range(count)])
+        row = Row.of(forest)
+        assert row.length == length and Row.of(row.forest()).length == length
+        forecast, traced = forecaster.forecast(plan, forest), ghost.trace(plan, forest)
+        assert forecast.traces == 4
+        assert 0.98 * traced.peak <= forecast.peak <= 1.2 * traced.peak, length
+        for field, tolerance in (("forward", 0.05), ("backward", 0.05), ("thin_bytes", 0.05)):
+            whole = sum(getattr(slot.work, field) for slot in traced.slots if slot.phase[0] != "deliver")
+            found = sum(getattr(work, field) for work in forecast.work.values())
+            assert found == pytest.approx(whole, rel=tolerance), (length, field)
+    forecaster.close()
+
+
+def test_a_recomputed_cell_leaves_out_what_nobody_reads():
+    model = lora("llama", num_hidden_layers=2)
+    ghost = Ghost(model, "cpu-flash", "cpu")
+    known = ghost.engine.unread
+    assert all(unread.fresh for unread in known)
+    forest = Forest([random_sequence(64)])
+
+    def recomputed():
+        slots = ghost.trace(Plan(), forest).slots
+        return sum(slot.work.launches for slot in slots if slot.phase[0] == "backward")
+
+    less = recomputed()
+    ghost.engine.unread = (NOTHING,) * 2
+    assert recomputed() > less
+    ghost.close()
+
+
+def test_a_shorter_ghost_knows_what_the_whole_one_does():
+    ghost = Ghost(lora("llama"), "cpu-flash", "cpu")
+    short = ghost.short(2)
+    assert short.engine.unread == ghost.engine.unread[:2]
+    slots = short.trace(Plan(), Forest([random_sequence(20)])).slots
+    assert sum(slot.what == "layer" for slot in slots) == 4
+    for one in (ghost, short):
+        one.close()

@@ -60,10 +60,17 @@ def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tu
     the order in which they are asked."""
     if name == "triton":
         return [(TritonPath(always=True), "every chunk")]
-    if device.type != "cuda" or name not in ("cuda-flash", "cudnn"):
+    if device.type != "cuda":
+        return []
+    return cuda_path_kernels(name, triton_fault(device) is None)
+
+
+def cuda_path_kernels(name: str, triton: bool) -> list[tuple[PathKernel, str]]:
+    """`path_kernels` of a CUDA device, where triton's kernels run or don't."""
+    if name not in ("cuda-flash", "cudnn"):
         return []
     found: list[tuple[PathKernel, str]] = []
-    if triton_fault(device) is None:
+    if triton:
         # Where cuDNN doesn't apply, Triton's tiles are faster than FlashAttention-2 on compute capability 9.
         grain = Cudnn().grain if name == "cudnn" else None
         use = "softcap and packed short rows" + (f", and lengths that are no multiple of {grain}" if grain else "")

@@ -100,12 +100,15 @@ class Candidates:
             return fixed.get("keep", keep) == keep
 
         if given("everything"):
+            # What the other layers keep, if that is not given either.
+            below = fixed.get("keep_below", base.keep)
             chunks = [base.chunk_tokens]
             if "chunk_tokens" not in fixed and self.chunkable:
-                chunks += [c for c in CHUNKS if _SMALL <= c < min(base.chunk_tokens or tokens, tokens)]
+                chunks += [c for c in CHUNKS if 2 * _SMALL <= c < min(base.chunk_tokens or tokens, tokens)]
             for store in self.stores(fixed):
                 if store != "disk" or base.boundary_store == "disk":
-                    yield [replace(base, chunk_tokens=c, boundary_store=store, keep="everything") for c in chunks]
+                    plan = replace(base, boundary_store=store, keep="everything", keep_below=below)
+                    yield [replace(plan, chunk_tokens=chunk) for chunk in chunks]
         if given("attention") and base.keep == "nothing":
             # Beside boundaries, where these are: elsewhere there was no room for them already.
             yield [replace(base, keep="attention")]

@@ -9,6 +9,7 @@ them, a stack has two parts, which are extrapolated each for itself. Rows of few
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from longtune.engine.meter import Bytes
 from longtune.engine.plan import Plan
-from longtune.engine.trace import Bytes, Ghost, Traced
+from longtune.engine.trace import Ghost, Traced
 from longtune.engine.workspace import Work
 from longtune.tree import Forest, Tree
 
@@ -26,6 +28,9 @@ PHASES = ("prologue", "forward", "head", "backward")
 
 _MOST = 12
 """Chunks of the shorter trace at most: small chunks would fill a block of keys only after very many."""
+
+_MIXED = 20
+"""The same where a row holds several examples: chunks meet them at different places."""
 
 _FEWEST = 5
 """Chunks of the shorter trace at least: first two, last two, and one between."""
@@ -36,7 +41,7 @@ class Forecast:
     """What one micro-batch takes beyond weights and optimiser.
 
     Attributes:
-        bytes: device bytes by class (`trace.CLASSES`) at the peak.
+        bytes: device bytes by class (`meter.CLASSES`) at the peak.
         phases: device bytes at the peak of each phase of the walk.
         away: bytes by where they are off the device ("host", "disk").
         work: by phase.
@@ -88,17 +93,20 @@ class Forecaster:
 
     def _plain(self, plan: Plan) -> Plan:
         """The plan without `keep_layers` where that says nothing."""
-        if plan.keep_layers is None or (plan.keep != "nothing" and plan.keep_layers < self.ghost.layers):
+        if plan.keep_layers is not None and plan.keep != plan.keep_below and plan.keep_layers < self.ghost.layers:
             return plan
-        return replace(plan, keep_layers=None)
+        return replace(plan, keep_layers=None, keep_below="nothing")
 
     def _forecast(self, plan: Plan, row: Forest | Row, shape: Row, one_pass: bool) -> Forecast:
         chunk = min(plan.chunk_tokens or shape.tokens, shape.tokens)
         count = -(-shape.tokens // chunk)
         rest = shape.tokens - (count - 1) * chunk
         stacks = self._stacks(plan)
-        filled = min(-(-4 * self._reach() // chunk), max(-(-self._reach() // chunk), 4)) + 2
+        reach = min(self._reach(), shape.length or shape.tokens)
+        filled = min(-(-4 * reach // chunk), max(-(-reach // chunk), 4)) + 2
         fewest = max(_FEWEST, min(filled, _MOST))
+        if shape.length is not None:
+            fewest = max(fewest, _MIXED)
         counts = [count] if count <= fewest + 1 else [fewest, fewest + 1]
         found: dict[tuple[int, Stacked], _Places] = {}
         for stack in stacks.shown:
@@ -120,9 +128,31 @@ class Forecaster:
         for (phase, *_), value in places.items():
             phases[phase] = max(phases.get(phase, 0), sum(value.values()))
         away = _linear({k: p.away for k, p in found.items()}, counts, count, stacks, 0)
+        work = self._work(plan, shape, one_pass, found, counts, stacks)
+        return Forecast(worst, phases, away, work, len(found))
+
+    def _work(
+        self,
+        plan: Plan,
+        shape: Row,
+        one_pass: bool,
+        found: dict[tuple[int, Stacked], _Places],
+        counts: list[int],
+        stacks: _Stacks,
+    ) -> dict[str, Work]:
+        """What each phase computes."""
+        chunk = min(plan.chunk_tokens or shape.tokens, shape.tokens)
+        count = -(-shape.tokens // chunk)
+        length = shape.length
+        if length is not None and len(counts) > 1 and length > (counts[0] - 2) * chunk:
+            # Long examples end to end: each of them is a long row.
+            one = self.forecast(plan, Row(min(length, shape.tokens), shape.trained), one_pass)
+            return {phase: work.scaled(shape.tokens / min(length, shape.tokens)) for phase, work in one.work.items()}
+        last = shape.tokens / chunk - (count - 1)
         work = {
             phase: _deeper(
-                [_longer([found[n, s] for n in counts], phase, count, rest / chunk) for s in stacks.shown], stacks
+                [_longer([found[n, s] for n in counts], phase, count, last, length is None) for s in stacks.shown],
+                stacks,
             )
             for phase in PHASES
         }
@@ -130,7 +160,7 @@ class Forecaster:
         shown = found[counts[-1], stacks.shown[-1]]
         once, back = (sum(getattr(s.work, name) for s in shown.slots if s.phase[0] == name) for name in PHASES[1::2])
         work["backward"].backward = work["forward"].forward * back / max(once, 1)
-        return Forecast(worst, phases, away, work, len(found))
+        return work
 
     def _reach(self) -> int:
         """Keys beyond which a chunk's attention takes no more memory than before."""
@@ -167,24 +197,38 @@ class Forecaster:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The shape of a micro-batch: its tokens, and how many of a hundred are trained."""
+    """The shape of a micro-batch.
+
+    Attributes:
+        tokens: of the row.
+        trained: how many of a hundred are trained.
+        length: tokens of an example that a token is in, on the average, where the row holds several; examples that are
+            all of this length have as many query-key pairs.
+    """
 
     tokens: int
     trained: int = 100
+    length: int | None = None
 
     @classmethod
     def of(cls, forest: Forest) -> Row:
-        return cls(forest.size, min(100, -(-100 * len(forest.targets) // forest.size)))
+        sizes = [tree.size for tree in forest.trees]
+        length = None if len(sizes) == 1 else round(sum(n * n for n in sizes) / forest.size)
+        return cls(forest.size, min(100, -(-100 * len(forest.targets) // forest.size)), length)
 
     def resized(self, tokens: int) -> Row:
-        return Row(tokens, self.trained)
+        return replace(self, tokens=tokens)
 
     def forest(self) -> Forest:
         """A row of this shape."""
         weights = torch.zeros(self.tokens)
         weights[(torch.arange(self.tokens) * 37) % 100 < self.trained] = 1
         weights[-1] = 1
-        return Forest([Tree.sequence(torch.zeros(self.tokens, dtype=torch.int64), weights)])
+        length = self.length or self.tokens
+        ids = torch.zeros(self.tokens, dtype=torch.int64)
+        return Forest(
+            [Tree.sequence(ids[i : i + length], weights[i : i + length]) for i in range(0, self.tokens, length)]
+        )
 
 
 Stacked = tuple[int, int]
@@ -238,8 +282,12 @@ class _Places:
             if other is None or sum(other.values()) < slot.peak:
                 self.bytes[place] = slot.bytes
 
-    def work(self, phase: str, count: int, last: float) -> Work:
-        """What a phase computes over `count` chunks, the last of which is `last` of a whole one."""
+    def work(self, phase: str, count: int, last: float, grows: bool) -> Work:
+        """What a phase computes over `count` chunks, the last of which is `last` of a whole one.
+
+        Args:
+            grows: whether each chunk sees more than the one before.
+        """
         groups: dict[tuple[str, int], dict[int, Work]] = {}
         total = Work()
         for slot in self.slots:
@@ -260,6 +308,10 @@ class _Places:
             # Over two chunks: blocks of keys are often filled by every other one.
             step = full.plus(before.scaled(-1)).scaled(0.5)
             # Chunks chunks-1 .. count-2 are whole, and the last one moves that much further from its past.
+            if not grows:
+                some = [chunks[key] for key in keys[:-1]]
+                total.add(functools.reduce(Work.plus, some).scaled(missing / len(some)))
+                continue
             total.add(full.scaled(missing))
             total.add(step.scaled(missing * (missing + 1) / 2 + missing * last))
         return total
@@ -355,9 +407,9 @@ def _along(shorter: int, longer: int, steps: int, ratio: float) -> float:
     return longer * ratio if longer and not shorter else shorter + steps * (longer - shorter)
 
 
-def _longer(places: list[_Places], phase: str, count: int, last: float) -> Work:
+def _longer(places: list[_Places], phase: str, count: int, last: float, grows: bool) -> Work:
     """A phase's work over `count` chunks, from traces of one or two counts."""
-    total = places[-1].work(phase, count, last)
+    total = places[-1].work(phase, count, last, grows)
     if len(places) > 1:
         before, after = (
             sum((s.work for s in p.slots if s.phase[0] == phase and s.what == "rest"), Work()) for p in places

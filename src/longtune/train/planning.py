@@ -306,6 +306,7 @@ def plan(
     fixed = given_keys(config.memory)
     one_pass, accumulate = config.method == "sft", config.train.accumulate
     with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
+        shape = row if isinstance(row, Row) else Row.of(row)
         chosen = planner.choose(row, budget, fixed)
         shown = chosen or planner.smallest(row, budget, fixed)
         fixes = [] if chosen else [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
@@ -317,7 +318,7 @@ def plan(
             prediction=shown,
             seconds_per_step=shown.seconds.total * accumulate,
             first_step_seconds=shown.seconds.first,
-            run_seconds=None if batches is None else _whole_run(planner, shown, batches, config),
+            run_seconds=None if batches is None else _whole_run(planner, shown, shape, batches),
             largest_row=planner.largest_row(budget, fixed),
             fixes=tuple(fixes),
             ranks=ranks,
@@ -384,11 +385,11 @@ def _budget_for(config: RunConfig, away: Device | None, here: torch.device, devi
     return Budget(min(room, asked) if asked else room, host, disk)
 
 
-def _whole_run(planner: Planner, shown: Prediction, batches: Sequence[int], config: RunConfig) -> float:
+def _whole_run(planner: Planner, shown: Prediction, shape: Row, batches: Sequence[int]) -> float:
     """Seconds of all micro-batches: linear and quadratic in their tokens, by the longest and a shorter one."""
     long, short = shown.tokens, max(1, shown.tokens // 2)
     there = shown.seconds.total
-    half = planner.predict(shown.plan, Row(short)).seconds.total
+    half = planner.predict(shown.plan, shape.resized(short)).seconds.total
     square = max(0.0, (there / long - half / short) / (long - short)) if long > short else 0.0
     linear = max(0.0, there / long - square * long)
     return math.fsum(linear * n + square * n * n for n in batches) + shown.seconds.first
