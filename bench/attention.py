@@ -6,6 +6,8 @@ row of the same kind. TFLOP/s count the pairs of query and key that the mask all
 backward.
 
     python bench/attention.py --out attention.json
+    python bench/attention.py --dtype float32   # what fp32 models get
+    python bench/attention.py --ways triton     # one way alone
     python bench/attention.py --tune            # tile sizes of the Triton kernels
 """
 
@@ -23,14 +25,14 @@ from dataclasses import dataclass
 import torch
 from common import machine, preference_tree
 
-from longtune.attention.kernels import CudaFlash, Cudnn, Reference
+from longtune.attention.kernels import CudaEfficient, CudaFlash, Cudnn, Reference
 from longtune.attention.path import PathAttention, Score
 from longtune.attention.store import KVStore
 from longtune.attention.triton_path import Blocks, Sizes, TritonPath
 from longtune.attention.varlen import VarlenFlash
 from longtune.tree import Chunk, Forest, Tree
 
-DTYPE = torch.bfloat16
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Shape = tuple[int, int, int, int]
 """Query heads, key heads, key width, value width."""
 LLAMA: Shape = (32, 8, 128, 128)
@@ -56,6 +58,7 @@ class Case:
 
 WAYS: dict[str, Callable[[], PathAttention]] = {
     "cudnn blocks": lambda: PathAttention(Cudnn(), Reference()),
+    "efficient blocks": lambda: PathAttention(CudaEfficient(), Reference()),
     "flash blocks": lambda: PathAttention(CudaFlash(), Reference()),
     "flash varlen": lambda: PathAttention(CudaFlash(), Reference(), paths=[VarlenFlash()]),
     "triton": lambda: PathAttention(Reference(), Reference(), paths=[TritonPath(always=True)]),
@@ -173,11 +176,11 @@ def explicit(work: Work, score: Score) -> tuple[torch.Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, leaves, work.dout.double())
 
 
-def error(case: Case, attention: PathAttention, device: str, chunk_tokens: int = 512) -> float:
+def error(case: Case, attention: PathAttention, device: str, dtype: torch.dtype, chunk_tokens: int = 512) -> float:
     """Largest relative error of output, dQ, dK and dV on the short row."""
     heads, key_heads, width, value_width = case.shape
     shape = (max(heads // key_heads * 2, 2), 2, width, value_width)
-    work = Work(case.small(), chunk_tokens, shape, DTYPE, device, seed=1)
+    work = Work(case.small(), chunk_tokens, shape, dtype, device, seed=1)
     score = case.score
     if score.window is not None:
         score = Score(score.scale, score.softcap, 272)
@@ -206,8 +209,8 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def timed(case: Case, attention: PathAttention, repeats: int) -> dict[str, float]:
-    work = Work(case.row(), case.chunk, case.shape, DTYPE, "cuda")
+def timed(case: Case, attention: PathAttention, repeats: int, dtype: torch.dtype) -> dict[str, float]:
+    work = Work(case.row(), case.chunk, case.shape, dtype, "cuda")
     chunk = work.chunks[-1]
     q, dout = work.of(work.q, chunk), work.of(work.dout, chunk)
     out, lse = attention.forward(q, work.store, chunk, case.score)
@@ -226,18 +229,34 @@ def timed(case: Case, attention: PathAttention, repeats: int) -> dict[str, float
     }
 
 
-def race(repeats: int, only: list[str] | None, save: Callable[[list[dict[str, object]]], None]) -> None:
+def ways_of(case: Case, dtype: torch.dtype) -> list[str]:
+    """In fp32 torch's flash and cuDNN are out, and paths of 128K take seconds."""
+    if dtype != torch.float32:
+        return list(case.ways)
+    blocks = [] if case.score.softcap or case.score.window else ["efficient blocks"]
+    return [] if "128K" in case.name else [*blocks, "triton", "reference"]
+
+
+def race(
+    repeats: int,
+    only: list[str] | None,
+    ways: list[str] | None,
+    dtype: torch.dtype,
+    save: Callable[[list[dict[str, object]]], None],
+) -> None:
     rows: list[dict[str, object]] = []
     for case in cases():
         if only and not any(word in case.name for word in only):
             continue
-        for way in case.ways:
+        for way in ways_of(case, dtype):
+            if ways and way not in ways:
+                continue
             entry: dict[str, object] = {"case": case.name, "way": way}
             try:
                 attention = WAYS[way]()
-                entry["error"] = error(case, attention, "cuda" if torch.cuda.is_available() else "cpu")
+                entry["error"] = error(case, attention, "cuda" if torch.cuda.is_available() else "cpu", dtype)
                 if torch.cuda.is_available():
-                    entry.update(timed(case, attention, repeats))
+                    entry.update(timed(case, attention, repeats, dtype))
             except Exception as fault:  # One way that fails must not end the race; it is shown.
                 entry["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
             rows.append(entry)
@@ -255,13 +274,13 @@ def race(repeats: int, only: list[str] | None, save: Callable[[list[dict[str, ob
 
 CANDIDATES = {
     128: {
-        "forward": [Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
+        "forward": [Blocks(128, 64, 8, 3), Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3)],
         "dq": [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3)],
         "dkv": [Blocks(64, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 3)],
     },
     256: {
         "forward": [Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3)],
-        "dq": [Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 1), Blocks(64, 32, 4, 2)],
+        "dq": [Blocks(64, 32, 4, 2), Blocks(64, 64, 8, 2), Blocks(128, 32, 8, 1), Blocks(64, 32, 8, 2)],
         "dkv": [Blocks(32, 64, 8, 2), Blocks(16, 64, 8, 2), Blocks(32, 64, 8, 1)],
     },
 }
@@ -283,7 +302,7 @@ def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]
                 )
                 entry: dict[str, object] = {"case": case.name, "kernel": kernel, "blocks": str(blocks)}
                 try:
-                    entry.update(timed(case, attention, repeats))
+                    entry.update(timed(case, attention, repeats, torch.bfloat16))
                 except Exception as fault:  # Too much shared memory, say: not a candidate.
                     entry["failed"] = f"{type(fault).__name__}: {str(fault)[:200]}"
                 rows.append(entry)
@@ -297,6 +316,8 @@ def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="words of the names of cases")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, help="all by default")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tune", nargs="*", metavar="CASE", help="try tile sizes of the Triton kernels")
     parser.add_argument("--out")
@@ -311,7 +332,7 @@ def main() -> None:
         usual = ["path 32K", "window 4096 of 32K", "softcap, window, width 256", "pairs 400 + 2 x 150"]
         tune(args.tune or usual, args.repeats, save)
     else:
-        race(args.repeats, args.only, save)
+        race(args.repeats, args.only, args.ways, DTYPES[args.dtype], save)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longtune.attention import select
-from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
+from longtune.attention.kernels import CpuFlash, CudaEfficient, CudaFlash, Cudnn, Reference
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] >= 9
@@ -24,6 +24,11 @@ RUNS = [
         for kernel, runs in ((CudaFlash(), CUDA), (Cudnn(grain=1), HOPPER), (Reference(), CUDA))
         for dtype in (torch.bfloat16, torch.float16)
         if runs
+    ),
+    *(
+        pytest.param(CudaEfficient(), "cuda", dtype, id=f"cuda-efficient-{str(dtype)[6:]}")
+        for dtype in (torch.float32, torch.bfloat16)
+        if CUDA
     ),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -111,6 +116,17 @@ def test_cudnn_hands_odd_blocks_on(heads):
         check(Cudnn(), *draw(heads, queries, keys, 128, 128, torch.bfloat16, "cuda"))
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_of_memory_efficient_attention(heads, causal):
+    """Without a GPU its shapes are still torch's own."""
+    q, k, v, dout = (x.to("meta") for x in draw(heads, 37, 37 if causal else 70, 64, 48, torch.float32, "cpu"))
+    out, lse = CudaEfficient().forward(q, k, v, scale=0.1, causal=causal)
+    assert out.shape == dout.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    found = CudaEfficient().backward(dout, q, k, v, out, lse, scale=0.1, causal=causal)
+    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.parametrize("kernel, device, dtype", RUNS)
 def test_layout_of_the_output_gradient_does_not_matter(kernel, device, dtype):
     """Both layouts in both orders, after plain SDPA of the same shape: no cached graph may be reused wrongly."""
@@ -160,6 +176,17 @@ class TestChoice:
     def test_on_cuda_whole_chunks_are_taken_by_triton_and_flash(self, monkeypatch):
         monkeypatch.setattr(select, "triton_fault", lambda device: None)
         assert self.names("cudnn") == self.names("cuda-flash") == ["triton", "flash-varlen"]
+
+    def test_fp32_on_cuda_is_fused_too(self, monkeypatch):
+        monkeypatch.setattr(select, "triton_fault", lambda device: None)
+        assert self.names("cuda-efficient") == ["triton"]
+        for capability, name in (((9, 0), "cuda-efficient"), ((8, 0), "cuda-efficient"), ((7, 5), "reference")):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            choice = select.choose(torch.device("cuda"), torch.float32)
+            assert choice.name == name and ("float32" in choice.reason or "fp32" in choice.reason)
+            assert select.choose(torch.device("cuda"), torch.float64).name == "reference"
+        monkeypatch.setattr(select, "triton_fault", lambda device: "no compiler")
+        assert self.names("cuda-efficient") == []
 
     def test_without_triton_flash_takes_packed_rows_too(self, monkeypatch):
         monkeypatch.setattr(select, "triton_fault", lambda device: "no compiler")

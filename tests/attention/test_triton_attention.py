@@ -96,6 +96,8 @@ REAL = [
     ((4, 1, 256, 256), Score(0.1, softcap=20.0), torch.bfloat16),
     ((4, 4, 192, 128), Score(0.1), torch.bfloat16),
     ((2, 1, 96, 96), Score(0.1, softcap=20.0), torch.float32),
+    ((4, 2, 64, 64), Score(0.1, window=129), torch.float32),
+    ((2, 1, 256, 256), Score(0.1), torch.float32),
 ]
 
 
@@ -110,27 +112,28 @@ def test_real_sizes(shape, score, dtype):
 def test_what_it_takes_beside_a_block_kernel():
     """Softcap, many spans and odd lengths; windows only where flash attention can't; nothing wider than 256."""
 
-    def takes(row, score=Score(0.1), shape=(2, 1, 16, 16), grain=None, chunk_tokens=None):  # noqa: B008
+    def takes(row, score=Score(0.1), shape=(2, 1, 16, 16), grain=None, chunk_tokens=None, **options):  # noqa: B008
         heads, key_heads, width, value_width = shape
         chunk = row.chunks(chunk_tokens)[-1]
         store = KVStore(row.size)
         for each in row.chunks(chunk_tokens):
             store.write(each, *(torch.empty(1, key_heads, each.size, w) for w in (width, value_width)))
-        return TritonPath(grain=grain).accepts(torch.empty(1, heads, chunk.size, width), store, chunk, score)
+        return TritonPath(grain=grain, **options).accepts(torch.empty(1, heads, chunk.size, width), store, chunk, score)
 
     long, many = Forest([support.random_sequence(96)]), Forest([support.random_sequence(4) for _ in range(5)])
     assert not takes(long) and not takes(long, grain=32) and takes(long, grain=64) and not takes(long, grain=128)
     assert takes(many) and takes(long, Score(0.1, softcap=1.0))
     window = Score(0.1, window=8)
     assert not takes(long, window) and takes(long, window, (2, 1, 16, 24)) and takes(long, window, (2, 1, 20, 20))
+    assert takes(long, window, windows=True) and not takes(long, windows=True)
     assert not takes(many, shape=(2, 1, 16, 320)) and not takes(long, Score(0.1, softcap=1.0), (2, 1, 320, 16))
 
 
 @pytest.mark.parametrize("shared", [232_448, 166_912, 101_376])
 @pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize("cut", [False, True])
-def test_tiles_fit_the_shared_memory_of_a_card(shared, width, cut):
-    found = sizes(width, width, torch.bfloat16, cut, shared)
+@pytest.mark.parametrize("short", [False, True])
+def test_tiles_fit_the_shared_memory_of_a_card(shared, width, short):
+    found = sizes(width, width, torch.bfloat16, short, shared)
     rounded = max(64, 1 << (width - 1).bit_length())
     for kernel in ("forward", "dq", "dkv"):
         assert needed(kernel, getattr(found, kernel), rounded) <= shared

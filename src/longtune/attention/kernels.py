@@ -73,8 +73,14 @@ def _tile(mask_ST: torch.Tensor, groups: int) -> torch.Tensor:
     return mask_ST.repeat(groups, 1)
 
 
-def _triangle(size: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+def _repeat_heads(k_BKTD: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values for every query head."""
+    return k_BKTD if k_BKTD.shape[1] == heads else k_BKTD.repeat_interleave(heads // k_BKTD.shape[1], dim=1)
+
+
+def _sum_heads(dk_BHTD: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Gradients of `_repeat_heads`' result back to the key heads."""
+    return dk_BHTD if dk_BHTD.shape[1] == key_heads else dk_BHTD.unflatten(1, (key_heads, -1)).sum(2)
 
 
 class Reference:
@@ -185,10 +191,6 @@ class CpuFlash(_EqualWidth):
     supports_softcap = False
 
     @staticmethod
-    def _square_heads(k_BKTD: torch.Tensor, heads: int) -> torch.Tensor:
-        return k_BKTD if k_BKTD.shape[1] == heads else k_BKTD.repeat_interleave(heads // k_BKTD.shape[1], dim=1)
-
-    @staticmethod
     def _bias(mask: torch.Tensor | None, q: torch.Tensor, groups: int) -> torch.Tensor | None:
         if mask is None:
             return None
@@ -201,7 +203,7 @@ class CpuFlash(_EqualWidth):
         v = self.widen(v_BKTE, D)
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         if causal:
-            out, lse = run(q_BHSD, self._square_heads(k_BKTD, H), self._square_heads(v, H), 0.0, True, scale=scale)
+            out, lse = run(q_BHSD, _repeat_heads(k_BKTD, H), _repeat_heads(v, H), 0.0, True, scale=scale)
         else:
             groups = H // k_BKTD.shape[1]
             out, lse = run(
@@ -214,14 +216,13 @@ class CpuFlash(_EqualWidth):
         self, dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS, *, scale, causal=False, mask=None, softcap=None
     ):
         B, H, S, D = q_BHSD.shape
-        K, T, E = k_BKTD.shape[1], k_BKTD.shape[2], v_BKTE.shape[3]
+        K, E = k_BKTD.shape[1], v_BKTE.shape[3]
         dout, out, v = (self.widen(x, D) for x in (dout_BHSE, out_BHSE, v_BKTE))
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         if causal:
-            k_, v_ = self._square_heads(k_BKTD, H), self._square_heads(v, H)
+            k_, v_ = _repeat_heads(k_BKTD, H), _repeat_heads(v, H)
             dq, dk, dv = run(dout, q_BHSD, k_, v_, out, lse_BHS, 0.0, True, scale=scale)
-            if K != H:
-                dk, dv = (x.reshape(B, K, H // K, T, D).sum(2) for x in (dk, dv))
+            dk, dv = _sum_heads(dk, K), _sum_heads(dv, K)
         else:
             dq, dk, dv = run(
                 _fold(dout, K),
@@ -237,6 +238,59 @@ class CpuFlash(_EqualWidth):
             )
             dq = dq.reshape(B, H, S, D)
         return dq, dk, dv[..., :E]
+
+
+class CudaEfficient(_EqualWidth):
+    """torch's memory-efficient attention (`_scaled_dot_product_efficient_attention`); fp32, bf16 and fp16.
+
+    The one fused CUDA kernel of torch that takes fp32, whose products it splits in three of tf32 each. It knows no
+    grouped heads: the query heads of a group become queries of their key head, or, where the mask is causal, keys and
+    values are repeated.
+    """
+
+    name = "cuda-efficient"
+    supports_softcap = False
+
+    @staticmethod
+    def _elsewhere(q_BHSD: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        return mask is not None or q_BHSD.shape[3] % (16 // q_BHSD.element_size()) != 0
+
+    def forward(self, q_BHSD, k_BKTD, v_BKTE, *, scale, causal=False, mask=None, softcap=None):
+        if self._elsewhere(q_BHSD, mask):
+            return _REFERENCE.forward(q_BHSD, k_BKTD, v_BKTE, scale=scale, causal=causal, mask=mask)
+        B, H, S, D = q_BHSD.shape
+        q, k, v = q_BHSD, k_BKTD, self.widen(v_BKTE, D)
+        if causal:
+            k, v = _repeat_heads(k, H), _repeat_heads(v, H)
+        else:
+            q = _fold(q, k.shape[1])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        # Rows of log-sum-exps are filled up to a multiple of 32.
+        lse = lse[..., : q.shape[2]].reshape(B, H, S)
+        return out.reshape(B, H, S, D)[..., : v_BKTE.shape[3]], lse
+
+    def backward(
+        self, dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS, *, scale, causal=False, mask=None, softcap=None
+    ):
+        if self._elsewhere(q_BHSD, mask):
+            given = (dout_BHSE, q_BHSD, k_BKTD, v_BKTE, out_BHSE, lse_BHS)
+            return _REFERENCE.backward(*given, scale=scale, causal=causal, mask=mask)
+        H, D, K, E = q_BHSD.shape[1], q_BHSD.shape[3], k_BKTD.shape[1], v_BKTE.shape[3]
+        dout, out, v = (self.widen(x, D) for x in (dout_BHSE, out_BHSE, v_BKTE))
+        q, k, lse = q_BHSD, k_BKTD, lse_BHS
+        if causal:
+            k, v = _repeat_heads(k, H), _repeat_heads(v, H)
+        else:
+            q, dout, out = (_fold(x, K) for x in (q, dout, out))
+            lse = lse.reshape(*q.shape[:3])
+        lse = pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq.reshape(q_BHSD.shape), _sum_heads(dk, K), _sum_heads(dv, K)[..., :E]
 
 
 class CudaFlash(_EqualWidth):

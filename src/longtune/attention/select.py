@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from longtune.attention.kernels import CpuFlash, CudaFlash, Cudnn, Reference
+from longtune.attention.kernels import CpuFlash, CudaEfficient, CudaFlash, Cudnn, Reference
 from longtune.attention.path import PathAttention, PathKernel
 from longtune.attention.triton_path import TritonPath
 from longtune.attention.varlen import VarlenFlash
@@ -16,6 +16,7 @@ from longtune.attention.varlen import VarlenFlash
 KERNELS: dict[str, type] = {
     "reference": Reference,
     "cpu-flash": CpuFlash,
+    "cuda-efficient": CudaEfficient,
     "cuda-flash": CudaFlash,
     "cudnn": Cudnn,
     # Whole chunks are computed by `TritonPath`; what it can't take, explicitly.
@@ -34,8 +35,10 @@ class Choice:
 def choose(device: torch.device, dtype: torch.dtype) -> Choice:
     """The kernel for a device and dtype, with the reason."""
     if device.type == "cuda":
+        if dtype == torch.float32 and torch.cuda.get_device_capability(device)[0] >= 8:
+            return Choice("cuda-efficient", "memory-efficient attention of torch, the fused one that takes fp32")
         if dtype not in (torch.bfloat16, torch.float16):
-            return Choice("reference", f"the fused CUDA kernels take bf16 and fp16, not {dtype}")
+            return Choice("reference", f"no fused CUDA kernel takes {dtype} here")
         if torch.cuda.get_device_capability(device)[0] >= 9 and torch.backends.cudnn.is_available():
             return Choice("cudnn", "fastest of torch's own kernels on compute capability 9 and newer")
         if torch.cuda.get_device_capability(device)[0] >= 8:
@@ -67,6 +70,9 @@ def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tu
 
 def cuda_path_kernels(name: str, triton: bool) -> list[tuple[PathKernel, str]]:
     """`path_kernels` of a CUDA device, where triton's kernels run or don't."""
+    if name == "cuda-efficient":
+        # fp32, which FlashAttention-2 doesn't take.
+        return [(TritonPath(windows=True), "softcap, sliding windows and packed short rows")] if triton else []
     if name not in ("cuda-flash", "cudnn"):
         return []
     found: list[tuple[PathKernel, str]] = []

@@ -8,7 +8,7 @@ bits every time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -41,19 +41,19 @@ class Sizes:
     dkv: Blocks
 
 
-_WIDE: dict[int, tuple[Sizes, ...]] = {
+_HALF: dict[int, tuple[Sizes, ...]] = {
     64: (
         Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
         Sizes(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
         Sizes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     ),
     128: (
-        Sizes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
+        Sizes(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
         Sizes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 2)),
         Sizes(Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1), Blocks(32, 64, 4, 1)),
     ),
     256: (
-        Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2)),
+        Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 8, 2)),
         Sizes(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(16, 64, 8, 1)),
         Sizes(Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
     ),
@@ -61,16 +61,25 @@ _WIDE: dict[int, tuple[Sizes, ...]] = {
 """Half precision, by the wider of the two widths, rounded up; for much and for little shared memory. The first ones are
 chosen by measurement on an H200 (docs/kernels.md)."""
 
+_HALF_SHORT: dict[int, Sizes] = {128: Sizes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))}
+"""Where no query sees many keys: sliding windows, packed short rows. Chosen likewise."""
 
-def sizes(width: int, value_width: int, dtype: torch.dtype, cut: bool, shared: int = 232_448) -> Sizes:
-    """Tile sizes for head widths, with or without a window that cuts, in so many bytes of shared memory a program."""
-    widest = next(size for size in _WIDE if size >= max(width, value_width))
+_SINGLE: dict[int, Sizes] = {
+    64: Sizes(Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    128: Sizes(Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    256: Sizes(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
+}
+"""fp32: what fits the registers and 99 KiB of shared memory."""
+
+
+def sizes(width: int, value_width: int, dtype: torch.dtype, short: bool, shared: int = 232_448) -> Sizes:
+    """Tile sizes for head widths, for few or many keys to a query, in so many bytes of shared memory a program."""
+    widest = next(size for size in _HALF if size >= max(width, value_width))
     if dtype == torch.float32:
-        small = Blocks(16, 16, 4, 1) if widest > 128 else Blocks(32, 32, 4, 1)
-        return Sizes(small, small, small)
-    found = _WIDE[widest]
-    if cut and widest == 128:
-        found = (replace(found[0], forward=Blocks(128, 64, 8, 3)), *found[1:])
+        return _SINGLE[widest]
+    found = _HALF[widest]
+    if short and widest in _HALF_SHORT:
+        found = (_HALF_SHORT[widest], *found)
     return Sizes(*(_first_fitting(kernel, found, widest, shared) for kernel in ("forward", "dq", "dkv")))
 
 
@@ -187,13 +196,17 @@ class TritonPath:
     Args:
         always: take every chunk, not only those that other kernels can't (tests, benchmarks).
         grain: take chunks of at least so many tokens with a span whose length is no multiple of it too.
+        windows: take windows that cut, whatever the widths: there is no other kernel for them.
         forced: tile sizes instead of the measured ones.
     """
 
     name = "triton"
 
-    def __init__(self, always: bool = False, grain: int | None = None, forced: Sizes | None = None):
+    def __init__(
+        self, always: bool = False, grain: int | None = None, windows: bool = False, forced: Sizes | None = None
+    ):
         self._always = always
+        self._windows = windows
         self._grain = grain
         self._forced = forced
         self._memos: dict[tuple[int, int], Memo[Tables]] = {}
@@ -206,7 +219,7 @@ class TritonPath:
         if self._always or score.softcap is not None:
             return True
         if _cuts(chunk, score):
-            return v.shape[3] != k.shape[3] or k.shape[3] % 8 != 0
+            return self._windows or v.shape[3] != k.shape[3] or k.shape[3] % 8 != 0
         if len(chunk.spans) > FEW_SPANS:
             return True
         # Short chunks aren't worth a kernel's compilation: an engine's own trials have six tokens.
@@ -215,7 +228,8 @@ class TritonPath:
         return any((span.end - span.start) % self._grain for span in chunk.spans)
 
     def _sizes(self, q: torch.Tensor, v: torch.Tensor, chunk: Chunk, score: Score) -> Sizes:
-        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, _cuts(chunk, score), _shared(q.device))
+        short = len(chunk.spans) > FEW_SPANS or _cuts(chunk, score)
+        return self._forced or sizes(q.shape[3], v.shape[3], q.dtype, short, _shared(q.device))
 
     def _tables(self, chunk: Chunk, score: Score, device: torch.device, queries: int, keys: int) -> Tables:
         key = (queries, keys)
@@ -241,7 +255,8 @@ class TritonPath:
             BLOCK_N=blocks.keys,
             BLOCK_D=block_d,
             BLOCK_E=block_e,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            # Products of fp32 are split in three of tf32 each.
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
