@@ -1,11 +1,13 @@
 """Exports compute what base + adapter computes, by the readers that they are for; what can't be written is refused."""
 
+import importlib
 import json
 import shutil
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -221,7 +223,7 @@ def test_a_rotary_theta_that_mlx_lm_would_misread_is_written_so_that_it_is_read(
     config["rope_parameters"] = {"rope_theta": 123.0, "rope_type": "default"}
     (turned / "config.json").write_text(json.dumps(config))
     done = made(turned, adapters["even"], tmp_path / "adapter", to="mlx")
-    assert done.checked_by == "longtune" and "even without an adapter" in done.notes[0]
+    assert done.checked_by == "longtune" and "even without an adapter" in " ".join(done.notes)
     assert made(turned, adapters["even"], tmp_path / "out", to="mlx-merged", dtype="fp32").checked_by == "mlx-lm"
 
 
@@ -254,7 +256,7 @@ def test_a_warm_start_from_mlx_names_what_does_not_fit(base, adapters, tmp_path)
 def test_llama_cpps_layout_holds_the_same_updates(base, adapters, kind, tmp_path):
     pytest.importorskip("gguf")
     done = made(base, adapters[kind], tmp_path / "out", to="gguf-lora")
-    assert done.difference.passes and list(done.files) == ["adapter.gguf"]
+    assert done.difference.passes and list(done.files) == ["adapter.gguf", "longtune_export.json"]
 
 
 def test_llama_cpps_rows_are_those_of_a_real_converted_model(tmp_path):
@@ -323,11 +325,16 @@ def test_nothing_is_overwritten_unasked_and_nothing_but_an_export_ever(base, ada
     assert (out / "adapter_model.safetensors").read_bytes() == before
     made(base, adapters["uneven"], out, force=True)
     assert (out / "adapter_model.safetensors").read_bytes() != before
+    assert json.loads((out / "longtune_export.json").read_text())["base"] == str(base)
     precious = tmp_path / "precious"
     (precious / "deeper").mkdir(parents=True)
-    (precious / "adapter_config.json").touch()
-    with pytest.raises(UserError, match="something else"):
-        made(base, adapters["even"], precious, force=True)
+    (precious / "longtune_export.json").touch()
+    # A model or an adapter that is no export looks much like one.
+    shutil.copytree(base, tmp_path / "model")
+    shutil.copytree(adapters["some"], tmp_path / "trained")
+    for theirs in (precious, tmp_path / "model", tmp_path / "trained"):
+        with pytest.raises(UserError, match="something else"):
+            made(base, adapters["even"], theirs, force=True)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(precious)
     for name in ("file", "link"):
@@ -336,7 +343,30 @@ def test_nothing_is_overwritten_unasked_and_nothing_but_an_export_ever(base, ada
     for source in (adapters["even"], adapters["even"].parent, base):
         with pytest.raises(UserError, match="which is read"):
             made(base, adapters["even"], source, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "out", "precious"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "model", "out", "precious", "trained"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+@pytest.mark.parametrize("to", ["peft", "merged", "mlx-merged"])
+def test_a_full_disk_is_named_and_leaves_nothing(error, to, base, adapters, tmp_path, monkeypatch):
+    def full(folder, *_, **__):
+        (folder / "half").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(importlib.import_module(f"longtune.export.{to.replace('-', '_')}"), "write", full)
+    with pytest.raises(UserError, match=r"--out .*out: can't be written \(No space left on device\)"):
+        made(base, adapters["even"], tmp_path / "out", to=to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_of_different_bases_are_told(base, adapters, tmp_path):
+    other = shutil.copytree(adapters["some"], tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "x/another"}))
+    done = made(base, adapters["even"], tmp_path / "out", others=((other, 1.0),))
+    told = f"the adapters name different base models: {adapters['even']} {base}, {other} x/another"
+    assert done.notes == [told]
+    assert not made(base, adapters["even"], tmp_path / "same").notes
 
 
 def test_an_artefact_that_computes_something_else_fails_and_is_set_aside(base, adapters, tmp_path, monkeypatch):

@@ -247,6 +247,38 @@ def test_settings_that_give_no_scale_are_named(key, value, tmp_path):
         read_updates(tmp_path / "a")
 
 
+@pytest.mark.parametrize(("key", "value"), [("target_modules", 7), ("target_modules", [7]), ("target_parameters", [7])])
+def test_targets_that_are_no_names_are_named(key, value, tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(UserError, match=rf"adapter_config\.json: {key} is .*, not names"):
+        load_adapter(tiny_model("llama", torch.float32), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "change", [{"target_modules": ["q_proj"]}, {"target_modules": None}, {"layers_to_transform": [0]}]
+)
+def test_tensors_that_the_config_does_not_mean_are_not_left_out_silently(change, tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=r"lora_A\.weight: is meant by nothing in adapter_config\.json"):
+        load_adapter(tiny_model("llama", torch.float32), tmp_path / "a")
+
+
+def test_whole_numbers_are_no_adapter(tmp_path):
+    save_adapter(lora(), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].to(torch.int32)}, file)
+    for read in (read_updates, lambda folder: load_adapter(tiny_model("llama", torch.float32), folder)):
+        with pytest.raises(UserError) as found:
+            read(tmp_path / "a")
+        assert f"{name}: holds no floating numbers" in str(found.value)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
 def test_values_that_are_not_finite_are_named_before_anything_is_made_of_them(half, value, tmp_path):

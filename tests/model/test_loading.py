@@ -105,12 +105,21 @@ def test_shards_that_are_missing_are_named(copy):
     assert "lacks model-00001-of-00002.safetensors" in refusal(copy)
 
 
+def test_the_shard_that_was_cut_is_named(copy):
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    (copy / "model-00002-of-00002.safetensors").write_bytes(b"cut off")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = {"metadata": {}, "weight_map": shards}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002-of-00002.safetensors: is no whole safetensors file" in refusal(copy)
+
+
 def test_weights_that_do_not_fill_the_config_are_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
     assert "the weights lack model.layers.2." in refusal(copy)
     (copy / "model.safetensors").write_bytes(b"cut off")
-    assert "can't be loaded" in refusal(copy)
+    assert "model.safetensors: is no whole safetensors file" in refusal(copy)
 
 
 @pytest.mark.parametrize(("model_type", "expected"), [("lama", "near names: llama"), ("vit", "not a causal language")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+import longtune
 from longtune.errors import Problem, UserError, fault_of_text
 from longtune.export import gguf_lora, merged, mlx, mlx_check, mlx_merged, peft, verify
 from longtune.export.combine import combined, even
 from longtune.export.memory import compute_dtype
 from longtune.export.verify import Difference
-from longtune.model.adapter_files import CONFIG, Update, Updates, named_for, read_updates
+from longtune.model.adapter_files import Update, Updates, named_for, read_updates
 from longtune.model.adapters import load_adapter
 from longtune.model.experts import find_stacks, nested_paths, shortest_parameters
 from longtune.model.loading import Loaded, load_model
@@ -31,8 +34,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WHOLE = ("merged", "mlx-merged")
 """Formats that hold the model, too."""
 
-_MARKS = (CONFIG, "config.json", gguf_lora.FILE)
-"""What an older export is told by."""
+MARK = "longtune_export.json"
+"""What an older export is told by, and what it was made of. A model or an adapter that somebody else wrote lacks it."""
 
 
 class ExportFailed(Exception):
@@ -98,7 +101,7 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
         ExportFailed: what was written computes something else; it lies beside `out`, under a name with `.failed`.
     """
     _check(request)
-    sources = [(read_updates(request.adapter), 1.0)] + [(read_updates(path), w) for path, w in request.others]
+    sources = [(read_updates(path), weight) for path, weight in _sources(request)]
     tell(f"loading {request.model}")
     dtype, why = compute_dtype(request.model)
     trust = request.trust_remote_code
@@ -116,7 +119,12 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
     try:
         work.chmod(0o755)
         tell(f"writing {request.to} to {out}")
-        job.write(work)
+        try:
+            job.write(work)
+            _mark(work, request)
+        except (OSError, SafetensorError) as error:
+            reason = f"can't be written ({getattr(error, 'strerror', None) or error}); nothing is left of it"
+            raise UserError(Problem(f"export --out {out}", reason, "choose another folder, or make room")) from error
         tell("reading it again")
         difference = job.verify(work)
         if not difference.passes:
@@ -139,7 +147,7 @@ class _Job:
 
     def __init__(self, request: Request, sources: list[tuple[Updates, float]], loaded: Loaded, why: str):
         self.request, self.loaded, self.model = request, loaded, loaded.model
-        self.notes: list[str] = [why] if why else []
+        self.notes: list[str] = [*([why] if why else []), *_different_bases(sources)]
         self.checked_by = "longtune"
         parts = [(named_for(updates, self.model), weight) for updates, weight in sources]
         self.updates: dict[str, Update] = parts[0][0] if len(parts) == 1 else combined(parts)
@@ -332,9 +340,33 @@ def _out_problems(request: Request) -> list[Problem]:
         return []
     if not request.force:
         return [Problem(place, "is there already", "choose another folder, or replace it: --force")]
-    if not names & set(_MARKS) or any((out / name).is_dir() for name in names):
-        return [Problem(place, "holds something else than an export", "choose another folder")]
+    if MARK not in names or any((out / name).is_dir() for name in names):
+        reason = f"holds something else than an export of longtune's (which has a {MARK})"
+        return [Problem(place, reason, "choose another folder")]
     return []
+
+
+def _mark(folder: Path, request: Request) -> None:
+    """Notes in the folder what it is an export of."""
+    made = {
+        "longtune": longtune.__version__,
+        "to": request.to,
+        "base": request.model,
+        "adapters": [{"path": str(path), "weight": weight} for path, weight in _sources(request)],
+    }
+    (folder / MARK).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+
+
+def _sources(request: Request) -> list[tuple[Path, float]]:
+    return [(request.adapter, 1.0), *request.others]
+
+
+def _different_bases(sources: list[tuple[Updates, float]]) -> list[str]:
+    """What to tell of adapters that name other base models than each other; folders may have moved since."""
+    named = {str(updates.folder): updates.base_model for updates, _ in sources if updates.base_model}
+    if len({Path(base).name for base in named.values()}) < 2:
+        return []
+    return ["the adapters name different base models: " + ", ".join(f"{f} {base}" for f, base in named.items())]
 
 
 def _appear(work: Path, out: Path) -> None:

@@ -162,7 +162,12 @@ def read_config(path: Path) -> LoraConfig:
 
 
 def _faults(config: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of what ranks and scales are computed from; PEFT takes any value."""
+    """(key, what is wrong) of what targets, ranks and scales are read from; PEFT takes any value."""
+    for key in ("target_modules", "target_parameters"):
+        value = getattr(config, key, None)
+        listed = isinstance(value, list | set | tuple) and all(isinstance(name, str) for name in value)
+        if not (value is None or listed or (key == "target_modules" and isinstance(value, str))):
+            yield key, f"is {value!r}, not names"
     counts = lambda value: type(value) is int and value > 0  # noqa: E731
     numbers = lambda value: type(value) in (int, float) and math.isfinite(value)  # noqa: E731
     for key, whole, fits, kind in (
@@ -183,12 +188,17 @@ def _faults(config: LoraConfig) -> Iterator[tuple[str, str]]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a PEFT adapter, by their names in the file."""
+    """Shapes of the tensors of a PEFT adapter, by their names in the file; they must be of floating dtypes."""
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+            whole = [name for name, each in slices.items() if "F" not in str(each.get_dtype())]
     except (SafetensorError, OSError) as error:
         raise UserError(Problem(str(path / WEIGHTS), f"can't be read ({error})", "save or copy it again")) from error
+    if whole:
+        raise UserError([Problem(f"{path / WEIGHTS}: {name}", "holds no floating numbers") for name in whole[:10]])
+    return shapes
 
 
 def scale_of(config: LoraConfig, name: str) -> float:
@@ -318,9 +328,12 @@ def _pairs(
 def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     except (SafetensorError, OSError) as error:
         raise UserError(Problem(str(file), f"can't be read ({error})", "save or copy it again")) from error
+    if whole := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+        raise UserError([Problem(f"{file}: {name}", "holds no floating numbers") for name in whole[:10]])
+    return tensors
 
 
 def named_for(updates: Updates, model: nn.Module) -> dict[str, Update]:

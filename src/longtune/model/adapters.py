@@ -41,6 +41,7 @@ from longtune.model.adapter_files import (
 from longtune.model.experts import find_stacks, is_stack_path, joined, shortest_parameters, unwrapped
 from longtune.model.lora import use_lean_layers
 from longtune.model.names import match_names
+from longtune.model.packed.checkpoint import shortened
 from longtune.model.ranks import Ranks, choose_ranks, patterns
 from longtune.model.targets import ALL_LINEAR, choose_targets, shortest_patterns
 
@@ -209,6 +210,7 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     path = find_adapter(folder)
     config = read_config(path)
     check_fit(model, path, config)
+    base_names = [name for name, _ in model.named_parameters()]
     try:
         with undisturbed():
             loaded = PeftModel.from_pretrained(
@@ -219,9 +221,14 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
             raise
         reason = f"its tensors are of other sizes than {CONFIG} says ({str(error).strip().splitlines()[1].strip()})"
         raise UserError(Problem(str(path), reason, "copy both of its files again")) from error
-    lacking = sorted(set(_state(loaded)) - set(read_shapes(path)))
-    if lacking:
-        raise UserError([Problem(str(path), f"has no tensor {name}") for name in lacking[:10]])
+    there, wanted = set(read_shapes(path)), set(_state(loaded))
+    # Embeddings of the base that PEFT saved along have a place, too.
+    left = there - wanted - {f"{PREFIX}{name}" for name in base_names}
+    unmeant = f"is meant by nothing in {CONFIG}, and would be left out"
+    problems = [Problem(str(path), f"has no tensor {name}") for name in sorted(wanted - there)]
+    problems += [Problem(f"{path}: {name}", unmeant) for name in sorted(left)]
+    if problems:
+        raise UserError(shortened(problems))
     broken = sorted(name for name, tensor in _state(loaded).items() if not bool(tensor.isfinite().all()))
     if broken:
         reason = f"{len(broken)} of its tensors hold values that are not finite, such as {broken[0]}"

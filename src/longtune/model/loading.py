@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -363,7 +363,19 @@ def explain(error: Exception, place: str, path: Path | None, trust_remote_code: 
             f"transformers {transformers.__version__} knows no architecture {model_type!r}{hint}",
             "a newer transformers may: pip install -U transformers",
         )
+    if isinstance(error, SafetensorError) and path.is_dir() and (broken := _broken_file(path)) is not None:
+        return Problem(str(broken), f"is no whole safetensors file ({_first_line(error)})", "download it again")
     return Problem(place, f"can't be loaded: {_first_line(error)}", "check that the files are whole")
+
+
+def _broken_file(folder: Path) -> Path | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return file
+    return None
 
 
 def _explain_hub(error: Exception, place: str) -> Problem:

@@ -251,6 +251,22 @@ DAMAGE = {
         [f"{UP}.weight: scales"],
     ),
     "a scale is one number": (lambda t: {**t, f"{UP}.scales": torch.tensor(1.0)}, [f"{UP}.weight: scales"]),
+    "a scale is no number": (
+        lambda t: {**t, f"{UP}.scales": torch.full_like(t[f"{UP}.scales"], math.nan)},
+        [f"{UP}.scales: holds values that are not finite"],
+    ),
+    "a bias is infinite": (
+        lambda t: {**t, f"{UP}.biases": torch.full_like(t[f"{UP}.biases"], math.inf)},
+        [f"{UP}.biases: holds values that are not finite"],
+    ),
+    "biases are whole numbers": (
+        lambda t: {**t, f"{UP}.biases": t[f"{UP}.biases"].to(torch.int64)},
+        [f"{UP}.weight: biases are int64, not floating"],
+    ),
+    "scales are whole numbers": (
+        lambda t: {**t, f"{UP}.scales": t[f"{UP}.scales"].to(torch.int32)},
+        [f"{UP}.weight: scales are int32, not floating"],
+    ),
     "something is left over": (
         lambda t: {**t, "model.layers.9.mlp.up_proj.weight": torch.ones(2)},
         ["model.layers.9.mlp.up_proj.weight: has no place"],
@@ -296,9 +312,12 @@ def test_a_tensor_that_only_the_index_knows_is_named(broken):
         ({"bits": 4, "group_size": 32, "mode": "int4"}, "unknown mode 'int4'"),
         ({"bits": 7, "group_size": 32}, "no width of 7 bits"),
         ({"bits": 4, "group_size": 32, "mode": ["affine"]}, "unknown mode|no format"),
-        ({"bits": [4], "group_size": 32}, "no format"),
-        ({"bits": 4, "group_size": {"__float__": "Infinity"}}, "no format"),
-        ({"bits": {"__float__": "NaN"}, "group_size": 32}, "integer"),
+        ({"bits": [4], "group_size": 32}, r"bits is \[4\], no whole number"),
+        ({"bits": 0, "group_size": 32}, "no width of 0 bits"),
+        ({"bits": True, "group_size": 32}, "bits is True, no whole number"),
+        ({"bits": 4, "group_size": 48}, "groups of 48 don't divide a row of 64"),
+        ({"bits": 4, "group_size": {"__float__": "Infinity"}}, "group_size is inf, no whole number"),
+        ({"bits": {"__float__": "NaN"}, "group_size": 32}, "bits is nan, no whole number"),
         ("yes", "neither a format nor false"),
     ],
 )
@@ -306,6 +325,42 @@ def test_an_entry_that_means_nothing_is_named(entry, reason, broken):
     edit(broken, lambda q: q.update({UP: entry}))
     with pytest.raises(UserError, match=rf"{UP}\.weight: .*{reason}"):
         load(broken)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bits": 7},
+        {"bits": 0},
+        {"bits": "4"},
+        {"bits": {"__float__": "Infinity"}},
+        {"group_size": 0},
+        {"group_size": 1.5},
+        {"group_size": {"__float__": "Infinity"}},
+        {"mode": "nf4"},
+        {"mode": ["affine"]},
+    ],
+    ids=str,
+)
+def test_a_format_for_all_modules_that_means_nothing_is_named(change, broken):
+    edit(broken, lambda q: q.update(change))
+    with pytest.raises(UserError, match=r"config\.json: quantization: "):
+        load(broken)
+
+
+@pytest.mark.parametrize("value", [[1], "4bit", 4])
+def test_a_quantisation_that_is_no_mapping_is_named(value, broken):
+    file = broken / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": value}))
+    with pytest.raises(UserError, match=r"config\.json: quantization_config: is .*, no mapping"):
+        load_model(str(broken), device="cpu")
+
+
+def test_an_entry_for_a_module_that_is_not_there_changes_nothing(llama, broken):
+    edit(broken, lambda q: q.update({"vision_tower.layers.0.mlp": {"bits": 8, "group_size": 32}, "nobody": False}))
+    ids = torch.from_numpy(support.TOKENS)
+    with torch.no_grad():
+        assert torch.equal(load(broken)(ids).logits, load(llama)(ids).logits)
 
 
 @pytest.mark.parametrize("listed", ["", "3", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])

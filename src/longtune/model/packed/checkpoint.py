@@ -55,7 +55,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(Problem(str(file), f"can't be read ({error})", "download it again")) from None
     if not isinstance(values, dict):
         raise UserError(Problem(str(file), "holds no keys", "download it again"))
+    for key in _QUANTISATION:
+        if not isinstance(values.get(key), dict | None):
+            raise UserError(Problem(f"{file}: {key}", f"is {values[key]!r:.60}, no mapping", "download it again"))
     return values
+
+
+def check_quantisation(quantisation: dict[str, Any], folder: Path) -> None:
+    """Refuse a width, a group or a mode for all modules that there is not.
+
+    Raises:
+        UserError: naming config.json.
+    """
+    try:
+        _as_format(quantisation)
+    except ValueError as error:
+        raise UserError(Problem(f"{folder / 'config.json'}: quantization", str(error), "download it again")) from None
 
 
 def quantisation_of(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -186,12 +201,7 @@ def format_of(path: str, columns: int, shards: Shards, quantisation: dict[str, A
     if entry is True:
         entry = quantisation
     if isinstance(entry, dict):
-        mode = entry.get("mode") or "affine"
-        bits, group = _DEFAULTS.get(str(mode), (0, 0))
-        try:
-            return Format(cast(Any, mode), int(entry.get("bits") or bits), int(entry.get("group_size") or group))
-        except (TypeError, OverflowError):
-            raise ValueError(f"its entry in the config is {entry!r}, which is no format") from None
+        return _as_format(entry)
     if entry is not None:
         raise ValueError(f"its entry in the config is {entry!r}, neither a format nor false")
     if f"{path}.scales" not in shards:
@@ -211,6 +221,21 @@ def format_of(path: str, columns: int, shards: Shards, quantisation: dict[str, A
     if shards.get(f"{path}.scales").dtype == torch.uint8:
         mode = "mxfp8" if bits == 8 else "nvfp4" if group == 16 else "mxfp4"
     return Format(mode, bits, group)
+
+
+def _as_format(entry: dict[str, Any]) -> Format:
+    """The format of an entry of the config; ValueError where it is none."""
+    mode = entry.get("mode") or "affine"
+    default = dict(zip(("bits", "group_size"), _DEFAULTS.get(str(mode), (0, 0)), strict=True))
+    sizes = []
+    for key in ("bits", "group_size"):
+        value = entry.get(key, default[key])
+        if value is None:
+            value = default[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+            raise ValueError(f"{key} is {value!r}, no whole number")
+        sizes.append(int(value))
+    return Format(cast(Any, mode), *sizes)
 
 
 def shortened(problems: list[Problem], shown: int = 10) -> list[Problem]:

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from longtune.errors import Problem, UserError
 from longtune.model.packed.checkpoint import (
     Shards,
+    check_quantisation,
     format_of,
     quantisation_of,
     read_config,
@@ -45,10 +46,12 @@ def load_packed(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
         UserError: every tensor that is missing, left over, or of another shape or format than the config says.
     """
     config = read_config(folder)
+    quantisation = quantisation_of(config) or {}
+    check_quantisation(quantisation, folder)
     with Shards(folder) as shards:
         prefix = _TEXT_PREFIX if any(name.startswith(_TEXT_PREFIX) for name in shards) else ""
         model = _empty_model(folder, config, text_only=bool(prefix), dtype=dtype)
-        _Filling(model, shards, prefix, quantisation_of(config) or {}, dtype, device).run()
+        _Filling(model, shards, prefix, quantisation, dtype, device).run()
     _initialise_the_rest(model, device)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
@@ -168,6 +171,13 @@ class _Filling:
         if kind is PackedEmbedding:
             extra = _embedding_extras(module)
         weight, scales = cast(torch.Tensor, parts["weight"]), cast(torch.Tensor, parts["scales"])
+        for part in ("scales", "biases", "global_scale"):
+            found = parts[part]
+            if found is None or found.is_meta or not found.is_floating_point():
+                continue
+            if not bool(found.isfinite().all()):
+                self._problem(names[part], "holds values that are not finite")
+                return None
         if list(weight.shape[:-1]) != leading:
             self._problem(names["weight"], f"has rows {list(weight.shape[:-1])}, the config says {leading}")
             return None

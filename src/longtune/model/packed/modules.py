@@ -355,6 +355,8 @@ def check_shapes(
             raise ValueError(f"scales are {_name(scales)}, not floating")
         if biases is None:
             raise ValueError("biases are missing")
+        if not biases.is_floating_point():
+            raise ValueError(f"biases are {_name(biases)}, not floating")
         if list(biases.shape) != shape:
             raise ValueError(f"biases are {list(biases.shape)}, not {shape}")
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def quantising(way: str, dtype: torch.dtype, existing: Any, place: str) -> dict[
     }
 
 
-def is_compressed(existing: Any) -> bool:
+def is_compressed(existing: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a checkpoint's own quantisation is that of compressed-tensors."""
     return isinstance(existing, dict) and existing.get("quant_method") == "compressed-tensors"
 
