@@ -6,6 +6,11 @@ measured on the card, and with those it knows of an H200. In the sweep every pla
 a step with the allocator capped to it (less the CUDA context).
 
     python bench/planner_h200.py --out planner.json
+    python bench/planner_h200.py --models llama-8b --only part-16k attention-8k --skip-sweep --out some.json
+    python bench/planner_h200.py --skip-compare --layers 6 --out sweep.json
+
+A row is named by what it keeps and its tokens (`--list` shows the names). `fitted` says whether a row was among those
+that rates were fitted to; the others test them. `--layers` cuts the models short, `--compile` compiles the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtune.engine import Engine, Plan, devices
 from longtune.engine.forecast import Row
-from longtune.engine.planner import CONTEXT, Budget, Planner
+from longtune.engine.planner import CONTEXT, Budget, Planner, Prediction
 from longtune.model.adapters import add_lora
 from longtune.objective import get
 
@@ -54,35 +59,52 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 
-SETTINGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+SETTINGS: dict[str, list[tuple[int, dict[str, Any], bool]]] = {
     "llama-8b": [
-        (1024, dict(keep="everything")),
-        (4096, dict(keep="everything")),
-        (3000, dict(keep="attention")),
-        (8192, dict(keep="attention")),
-        (8192, dict(chunk_tokens=2048, keep="kv", boundary_store="host")),
-        (16384, dict(chunk_tokens=8192, keep="attention")),
-        (16384, dict(chunk_tokens=4096, boundary_store="host")),
-        (16384, dict(chunk_tokens=2048, boundary_store="host", layers_per_segment=4)),
-        (32768, dict(chunk_tokens=8192, boundary_store="host")),
-        (32768, dict(chunk_tokens=16384, boundary_store="host", keep="attention")),
-        (65536, dict(chunk_tokens=8192, boundary_store="host", keep="attention")),
+        (1024, dict(keep="everything"), True),
+        (4096, dict(keep="everything"), True),
+        (3000, dict(keep="attention"), True),
+        (8192, dict(keep="attention"), True),
+        (8192, dict(chunk_tokens=2048, keep="kv", boundary_store="host"), True),
+        (16384, dict(chunk_tokens=8192, keep="attention"), True),
+        (16384, dict(chunk_tokens=4096, boundary_store="host"), True),
+        (16384, dict(chunk_tokens=2048, boundary_store="host", layers_per_segment=4), True),
+        (32768, dict(chunk_tokens=8192, boundary_store="host"), True),
+        (32768, dict(chunk_tokens=16384, boundary_store="host", keep="attention"), True),
+        (65536, dict(chunk_tokens=8192, boundary_store="host", keep="attention"), True),
+        (8192, dict(keep="everything", keep_layers=16), False),
+        (16384, dict(keep="everything", keep_layers=8, keep_below="attention", boundary_store="host"), False),
+        (32768, dict(keep="everything", keep_layers=17, keep_below="attention", boundary_store="host"), False),
+        (24576, dict(chunk_tokens=8192, keep="attention", boundary_store="host"), False),
+        (12000, dict(chunk_tokens=4096), False),
     ],
     "qwen3-1.7b": [
-        (2048, dict(keep="everything")),
-        (16384, dict(keep="everything")),
-        (16384, dict(chunk_tokens=4096, boundary_store="host")),
-        (32768, dict(keep="attention")),
-        (65536, dict(chunk_tokens=8192, boundary_store="host")),
-        (32768, dict(chunk_tokens=2048, boundary_store="disk")),
+        (2048, dict(keep="everything"), True),
+        (16384, dict(keep="everything"), True),
+        (16384, dict(chunk_tokens=4096, boundary_store="host"), True),
+        (32768, dict(keep="attention"), True),
+        (65536, dict(chunk_tokens=8192, boundary_store="host"), True),
+        (32768, dict(chunk_tokens=2048, boundary_store="disk"), True),
+        (32768, dict(chunk_tokens=8192, keep="everything", keep_layers=14, keep_below="attention"), False),
+        (8192, dict(keep="attention"), False),
     ],
     "gemma3-4b": [
-        (2048, dict(keep="everything")),
-        (8192, dict(keep="attention")),
-        (16384, dict(chunk_tokens=4096, boundary_store="host")),
-        (32768, dict(chunk_tokens=8192, boundary_store="host", keep="attention")),
+        (2048, dict(keep="everything"), False),
+        (8192, dict(keep="attention"), False),
+        (8192, dict(keep="everything", keep_layers=12, keep_below="attention"), False),
+        (16384, dict(chunk_tokens=4096, boundary_store="host"), False),
+        (32768, dict(chunk_tokens=8192, boundary_store="host", keep="attention"), False),
     ],
 }
+"""Tokens, plan, and whether rates were fitted to the row."""
+
+
+def label(tokens: int, keys: dict[str, Any]) -> str:
+    """A row's name."""
+    what = "part" if "keep_layers" in keys else keys.get("keep", "nothing")
+    chunk = f"-{keys['chunk_tokens']}" if "chunk_tokens" in keys else ""
+    return f"{what}{chunk}-{f'{tokens // 1024}k' if tokens % 1024 == 0 else tokens}"
+
 
 SWEEP: dict[str, tuple[int, int]] = {"llama-8b": (8192, 10), "qwen3-1.7b": (16384, 6), "gemma3-4b": (8192, 4)}
 """Tokens, and how many budgets."""
@@ -91,8 +113,12 @@ SWEEP: dict[str, tuple[int, int]] = {"llama-8b": (8192, 10), "qwen3-1.7b": (1638
 class Bench:
     """One model on the card."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, layers: int | None = None, compile: bool = False):
         settings = dict(MODELS[name])
+        if layers is not None:
+            settings["num_hidden_layers"] = layers
+            if "layer_types" in settings:
+                settings["layer_types"] = settings["layer_types"][:layers]
         config = AutoConfig.for_model(settings.pop("kind"), max_position_embeddings=1 << 20, **settings)
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -100,7 +126,8 @@ class Bench:
         self.name = name
         self.model = add_lora(base, rank=RANK, alpha=32)
         self.model.train()
-        self.engine = Engine(self.model)
+        self.compiled = compile
+        self.engine = Engine(self.model, compile=compile)
         self.objective = get("sft")
         self.optimiser = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         text = config
@@ -124,12 +151,17 @@ class Bench:
     def planner(self, device: devices.Device) -> Planner:
         return Planner(self.model, device, like=self.engine)
 
+    def seconds(self, prediction: Prediction) -> float:
+        return (prediction.compiled if self.compiled else prediction.seconds).total
 
-def compare(bench: Bench) -> list[dict[str, Any]]:
+
+def compare(bench: Bench, only: list[str] | None) -> list[dict[str, Any]]:
     rows = []
     known = devices.known("h200")
     with bench.planner(bench.device) as measured, bench.planner(known) as assumed:
-        for tokens, keys in SETTINGS[bench.name]:
+        for tokens, keys, fitted in SETTINGS[bench.name]:
+            if only is not None and label(tokens, keys) not in only:
+                continue
             plan, row = Plan(**keys), Row(tokens)
             start = time.perf_counter()
             prediction = measured.predict(plan, row)
@@ -140,24 +172,27 @@ def compare(bench: Bench) -> list[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
             first = bench.step(plan, row)
             seconds = bench.step(plan, row) if first < 30 else first
+            expected, expected_by_table = bench.seconds(prediction), bench.seconds(by_table)
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             rows.append(
                 {
                     "model": bench.name,
                     "tokens": tokens,
                     "plan": keys,
+                    "fitted": fitted,
+                    "compiled": bench.compiled,
                     "predicted_bytes": prediction.peak_bytes,
                     "measured_bytes": peak,
                     "error": prediction.peak_bytes / peak - 1,
                     "needed_bytes": prediction.needed_bytes - CONTEXT,
                     "reserved_bytes": reserved,
-                    "predicted_seconds": prediction.seconds.total,
-                    "predicted_seconds_table": by_table.seconds.total,
+                    "predicted_seconds": expected,
+                    "predicted_seconds_table": expected_by_table,
                     "measured_seconds": seconds,
                     "first_seconds": first,
                     "predicted_first": prediction.seconds.first,
-                    "time_error": prediction.seconds.total / seconds - 1,
-                    "time_error_table": by_table.seconds.total / seconds - 1,
+                    "time_error": expected / seconds - 1,
+                    "time_error_table": expected_by_table / seconds - 1,
                     "terms": prediction.terms,
                     "seconds": {name: getattr(prediction.seconds, name) for name in prediction.seconds.__slots__},
                     "phases": prediction.phases,
@@ -219,31 +254,49 @@ def sweep(bench: Bench, tokens: int, count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def summary(rows: list[dict[str, Any]], sweep: list[dict[str, Any]]) -> dict[str, Any]:
+    tested = [r for r in rows if not r["fitted"]]
+    return {
+        "settings": len(rows),
+        "within_5_percent": sum(abs(r["error"]) <= 0.05 for r in rows),
+        "lowest_error": min((r["error"] for r in rows), default=None),
+        "time_within_15_percent": sum(abs(r["time_error"]) <= 0.15 for r in rows),
+        "time_within_15_percent_table": sum(abs(r["time_error_table"]) <= 0.15 for r in rows),
+        "out_of_sample": len(tested),
+        "time_within_15_percent_out_of_sample": sum(abs(r["time_error"]) <= 0.15 for r in tested),
+        "budgets": len(sweep),
+        "said_to_fit": sum(r["fits"] for r in sweep),
+        "ran_out": sum(r.get("out_of_memory", False) for r in sweep),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", default="planner.json")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="rows by name")
+    parser.add_argument("--list", action="store_true", help="show the rows' names and end")
     parser.add_argument("--skip-sweep", action="store_true")
+    parser.add_argument("--skip-compare", action="store_true")
+    parser.add_argument("--layers", type=int, help="of the models, instead of all")
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
+    if args.list:
+        for name in args.models:
+            print(name, *(label(tokens, keys) for tokens, keys, _ in SETTINGS[name]))
+        return
     warnings.simplefilter("ignore")
     result: dict[str, Any] = {"machine": machine(), "rates": {}, "rows": [], "sweep": []}
     for name in args.models:
-        bench = Bench(name)
+        bench = Bench(name, args.layers, args.compile)
         result["rates"][name] = {field: getattr(bench.device, field) for field in bench.device.__slots__}
         print(result["rates"][name], flush=True)
-        result["rows"] += compare(bench)
+        if not args.skip_compare:
+            result["rows"] += compare(bench, args.only)
         if not args.skip_sweep:
             result["sweep"] += sweep(bench, *SWEEP[name])
         rows = result["rows"]
-        result["summary"] = {
-            "settings": len(rows),
-            "within_5_percent": sum(abs(r["error"]) <= 0.05 for r in rows),
-            "lowest_error": min(r["error"] for r in rows),
-            "time_within_15_percent": sum(abs(r["time_error"]) <= 0.15 for r in rows),
-            "time_within_15_percent_table": sum(abs(r["time_error_table"]) <= 0.15 for r in rows),
-            "budgets": len(result["sweep"]),
-            "ran_out": sum(r.get("out_of_memory", False) for r in result["sweep"]),
-        }
+        result["summary"] = summary(rows, result["sweep"])
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)
         bench.engine.close()

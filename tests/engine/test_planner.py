@@ -189,6 +189,28 @@ def test_pinning_and_slow_links_are_told_apart(planner):
     assert usual.copies == 0.0 < slow.copies
 
 
+def test_compiled_layers_move_less_and_compute_the_same(planner):
+    forecast = planner.forecaster.forecast(Plan(chunk_tokens=2048), Row(8192))
+    quick = replace(CARD, launch=0.0)
+    eager, compiled = (cost.seconds(forecast, quick, compiled=value) for value in (False, True))
+    assert compiled.memory < eager.memory and compiled.total < eager.total
+    assert (compiled.products, compiled.attention) == (eager.products, eager.attention)
+    # Where the host can't launch fast enough, nothing is promised.
+    slow = replace(CARD, launch=1.0)
+    assert cost.seconds(forecast, slow, compiled=True).total == pytest.approx(cost.seconds(forecast, slow).total)
+
+
+@pytest.mark.parametrize(
+    ("steps", "shapes", "pays"), [(0, 1, False), (30, 1, False), (34, 1, True), (34, 2, False), (68, 2, True)]
+)
+def test_compiling_pays_where_it_saves_more_than_it_takes(steps, shapes, pays):
+    assert cost.compiling_pays(5.8, 5.2, steps, shapes) is pays
+
+
+def test_compiling_what_gets_no_faster_never_pays():
+    assert not cost.compiling_pays(1.0, 1.0, 10**9)
+
+
 def test_known_devices_are_found_by_name():
     assert known("H200").attention == "cudnn" and known("RTX 4090").memory > 23e9
     for name in devices.names():

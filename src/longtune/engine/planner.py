@@ -63,6 +63,7 @@ class Prediction:
         peak_bytes: of the device (`torch.cuda.max_memory_allocated`), or of the process on a CPU.
         needed_bytes: what a budget must hold: the peak, slack, and the device's context.
         seconds: of one micro-batch.
+        compiled: the same with the layers through `torch.compile`; the bytes are then these at most.
         phases: peak of each phase of the walk, above weights and optimiser.
     """
 
@@ -74,6 +75,7 @@ class Prediction:
     host_bytes: int
     disk_bytes: int
     seconds: cost.Seconds
+    compiled: cost.Seconds
     phases: dict[str, int]
 
     def fits(self, budget: Budget) -> bool:
@@ -89,6 +91,7 @@ class Prediction:
             "host_bytes": self.host_bytes,
             "disk_bytes": self.disk_bytes,
             "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "seconds_compiled": self.compiled.total,
             "phases": self.phases,
         }
 
@@ -202,6 +205,7 @@ class Planner:
             host_bytes=0 if kind == "cpu" else host,
             disk_bytes=disk,
             seconds=cost.seconds(forecast, self.device),
+            compiled=cost.seconds(forecast, self.device, compiled=self.device.kind == "cuda"),
             phases=forecast.phases,
         )
 
