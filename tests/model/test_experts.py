@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 
@@ -14,17 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from longtune.engine import Engine, Plan
-from longtune.engine.trace import Ghost
 from longtune.errors import UserError
 from longtune.model.adapter_files import named_for, read_updates
 from longtune.model.adapters import adapters_disabled, add_lora, init_adapter, load_adapter, save_adapter
 from longtune.model.expert_lora import Adapted, ParamWrapper
 from longtune.model.experts import find_stacks, joined, split
 from longtune.model.reference import fingerprint, load_reference, reference_active
-from longtune.objective import get
 from longtune.tree import Forest
 from tests import support
-from tests.engine.test_trace import Counter
+from tests.engine.test_trace import ghost_peak, real_peak
 
 GEMMA = dict(num_experts=4, top_k_experts=2, moe_intermediate_size=24, enable_moe_block=True)
 FAMILIES = {
@@ -274,12 +271,6 @@ def test_plain_peft_names_the_same_tensors(tmp_path):
 def test_a_ghost_takes_what_the_walk_takes(family):
     model = adapted(family, torch.float32).train()
     forest, plan = Forest([support.random_sequence(120)]), Plan(chunk_tokens=32)
-    engine, objective = Engine(model, plan), get("sft")
-    with Counter() as counter:
-        engine.accumulate(forest, objective, objective.totals(forest))
-    engine.close()
-    ghost = Ghost(copy.deepcopy(model), "cpu-flash", "cpu")
-    ghost.grain = 1
-    peak = ghost.trace(plan, forest).peak
-    ghost.close()
-    assert peak == pytest.approx(counter.peak, rel=0.25), "experts get uneven shares, and are assumed to get even ones"
+    real = real_peak(model, plan, forest)
+    # Experts get uneven shares, and are assumed to get even ones.
+    assert ghost_peak(model, plan, forest) == pytest.approx(real, rel=0.25)
