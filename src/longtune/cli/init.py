@@ -155,4 +155,5 @@ def commented(config: Any, formats: list[str], valid: Any) -> str:
 def _commented_line(key: str, value: Any, note: str, indent: str, yaml: Any) -> list[str]:
     text = yaml.safe_dump({key: value}, default_flow_style=True, width=float("inf"), allow_unicode=True)
     line = f"{indent}{text.strip()[1:-1]}"
-    return [f"{line:<34}  # {note.rstrip('.')}"]
+    # A description of several lines in the schema is one comment here.
+    return [f"{line:<34}  # {' '.join(note.split()).rstrip('.')}"]
