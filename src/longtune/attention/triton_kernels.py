@@ -34,6 +34,23 @@ def _scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _rows(ptr, head, rows, real, stride_row, stride_head, at, width: tl.constexpr):
+    """Some rows of one head, [rows, width rounded up]; zero where a row isn't real."""
+    ptrs = ptr + head * stride_head + rows[:, None] * stride_row + at[None, :]
+    return tl.load(ptrs, mask=real[:, None] & (at[None, :] < width), other=0.0)
+
+
+@triton.jit
+def _columns(ptrs, key, stride, length, at, width: tl.constexpr, WHOLE: tl.constexpr):
+    """Keys or values of a range as columns, [width rounded up, keys]; WHOLE where nothing is to be masked."""
+    if WHOLE:
+        return tl.load(ptrs + key[None, :] * stride)
+    else:
+        mask = (key[None, :] < length) & (at[:, None] < width)
+        return tl.load(ptrs + key[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
 def _forward_blocks(
     acc,
     total,
@@ -68,14 +85,7 @@ def _forward_blocks(
     at_e = tl.arange(0, BLOCK_E)
     for low in range(start, stop, BLOCK_N):
         key = low + tl.arange(0, BLOCK_N)
-        if MASKED or PADDED_D:
-            k = tl.load(
-                k_ptrs + key[None, :] * stride_k,
-                mask=(key[None, :] < length) & (at_d[:, None] < width),
-                other=0.0,
-            )
-        else:
-            k = tl.load(k_ptrs + key[None, :] * stride_k)
+        k = _columns(k_ptrs, key, stride_k, length, at_d, width, not (MASKED or PADDED_D))
         scores, _slope = _scores(tl.dot(q, k, input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             distance = query_position[:, None] - (key_position + key)[None, :]
@@ -168,11 +178,7 @@ def forward_kernel(
     at_e = tl.arange(0, BLOCK_E)
     rows = query + at_m
     real = at_m < count
-    q = tl.load(
-        q_ptr + head * stride_qh + rows[:, None] * stride_qt + at_d[None, :],
-        mask=real[:, None] & (at_d[None, :] < width),
-        other=0.0,
-    )
+    q = _rows(q_ptr, head, rows, real, stride_qt, stride_qh, at_d, width)
     query_position = position + at_m
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -187,22 +193,19 @@ def forward_kernel(
         begin, whole_from, whole_to, end = _edges(
             position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
         )
-        if HAS_WINDOW:
+        # What the window cuts, what every query sees, what the diagonal cuts.
+        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            if piece == 0:
+                start, stop = begin, tl.minimum(whole_from, end)
+            elif piece == 1:
+                start, stop = whole_from, whole_to
+            else:
+                start, stop = whole_to, end
             acc, total, highest = _forward_blocks(
                 acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-                begin, tl.minimum(whole_from, end), length, window, scale, softcap, width, value_width,
-                True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+                start, stop, length, window, scale, softcap, width, value_width,
+                piece != 1, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
             )  # fmt: skip
-        acc, total, highest = _forward_blocks(
-            acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole_from, whole_to, length, window, scale, softcap, width, value_width,
-            False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
-        )  # fmt: skip
-        acc, total, highest = _forward_blocks(
-            acc, total, highest, q, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole_to, end, length, window, scale, softcap, width, value_width,
-            True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
-        )  # fmt: skip
     # Rows beyond the tile may have seen nothing.
     total = tl.where(total == 0, 1.0, total)
     out = acc / total[:, None]
@@ -276,22 +279,8 @@ def _dq_blocks(
     at_e = tl.arange(0, BLOCK_E)
     for low in range(start, stop, BLOCK_N):
         key = low + tl.arange(0, BLOCK_N)
-        if MASKED or PADDED_D:
-            k = tl.load(
-                k_ptrs + key[None, :] * stride_k,
-                mask=(key[None, :] < length) & (at_d[:, None] < width),
-                other=0.0,
-            )
-        else:
-            k = tl.load(k_ptrs + key[None, :] * stride_k)
-        if MASKED or PADDED_E:
-            v = tl.load(
-                v_ptrs + key[None, :] * stride_v,
-                mask=(key[None, :] < length) & (at_e[:, None] < value_width),
-                other=0.0,
-            )
-        else:
-            v = tl.load(v_ptrs + key[None, :] * stride_v)
+        k = _columns(k_ptrs, key, stride_k, length, at_d, width, not (MASKED or PADDED_D))
+        v = _columns(v_ptrs, key, stride_v, length, at_e, value_width, not (MASKED or PADDED_E))
         scores, slope = _scores(tl.dot(q, k, input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
         weights = tl.exp2(scores - lse[:, None])
         if MASKED:
@@ -359,16 +348,8 @@ def dq_kernel(
     at_e = tl.arange(0, BLOCK_E)
     rows = query + at_m
     real = at_m < count
-    q = tl.load(
-        q_ptr + head * stride_qh + rows[:, None] * stride_qt + at_d[None, :],
-        mask=real[:, None] & (at_d[None, :] < width),
-        other=0.0,
-    )
-    dout = tl.load(
-        dout_ptr + head * stride_dh + rows[:, None] * stride_dt + at_e[None, :],
-        mask=real[:, None] & (at_e[None, :] < value_width),
-        other=0.0,
-    )
+    q = _rows(q_ptr, head, rows, real, stride_qt, stride_qh, at_d, width)
+    dout = _rows(dout_ptr, head, rows, real, stride_dt, stride_dh, at_e, value_width)
     # Rows beyond the tile: no weight at all.
     lse = tl.load(lse_ptr + head * stride_lh + rows, mask=real, other=float("inf")) * LOG2E
     delta = tl.load(delta_ptr + head * stride_lh + rows, mask=real, other=0.0)
@@ -384,22 +365,19 @@ def dq_kernel(
         begin, whole_from, whole_to, end = _edges(
             position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
         )
-        if HAS_WINDOW:
+        # What the window cuts, what every query sees, what the diagonal cuts.
+        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            if piece == 0:
+                start, stop = begin, tl.minimum(whole_from, end)
+            elif piece == 1:
+                start, stop = whole_from, whole_to
+            else:
+                start, stop = whole_to, end
             dq = _dq_blocks(
                 dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-                begin, tl.minimum(whole_from, end), length, window, scale, softcap, width, value_width,
-                True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+                start, stop, length, window, scale, softcap, width, value_width,
+                piece != 1, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
             )  # fmt: skip
-        dq = _dq_blocks(
-            dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole_from, whole_to, length, window, scale, softcap, width, value_width,
-            False, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
-        )  # fmt: skip
-        dq = _dq_blocks(
-            dq, q, dout, lse, delta, k_ptrs, v_ptrs, stride_kt, stride_vt, query_position, key_position,
-            whole_to, end, length, window, scale, softcap, width, value_width,
-            True, HAS_WINDOW, HAS_SOFTCAP, PADDED_D, PADDED_E, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
-        )  # fmt: skip
     tl.store(
         dq_ptr + head * stride_gh + rows[:, None] * stride_gt + at_d[None, :],
         (dq * scale).to(dq_ptr.dtype.element_ty),
@@ -463,8 +441,8 @@ def dkv_kernel(
     mask_k = real[:, None] & (at_d[None, :] < width)
     mask_v = real[:, None] & (at_e[None, :] < value_width)
     rows = column + at_n
-    k = tl.load(k_ptr + key_head * stride_kh + rows[:, None] * stride_kt + at_d[None, :], mask=mask_k, other=0.0)
-    v = tl.load(v_ptr + key_head * stride_vh + rows[:, None] * stride_vt + at_e[None, :], mask=mask_v, other=0.0)
+    k = _rows(k_ptr, key_head, rows, real, stride_kt, stride_kh, at_d, width)
+    v = _rows(v_ptr, key_head, rows, real, stride_vt, stride_vh, at_e, value_width)
     key_position = position + at_n
     last = position + count - 1
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
@@ -486,16 +464,8 @@ def dkv_kernel(
             query = begin + (step % steps) * BLOCK_M + at_m
             inside = query < length
             row = start + query
-            q = tl.load(
-                q_ptr + head * stride_qh + row[:, None] * stride_qt + at_d[None, :],
-                mask=inside[:, None] & (at_d[None, :] < width),
-                other=0.0,
-            )
-            dout = tl.load(
-                dout_ptr + head * stride_dh + row[:, None] * stride_dt + at_e[None, :],
-                mask=inside[:, None] & (at_e[None, :] < value_width),
-                other=0.0,
-            )
+            q = _rows(q_ptr, head, row, inside, stride_qt, stride_qh, at_d, width)
+            dout = _rows(dout_ptr, head, row, inside, stride_dt, stride_dh, at_e, value_width)
             lse = tl.load(lse_ptr + head * stride_lh + row, mask=inside, other=float("inf")) * LOG2E
             delta = tl.load(delta_ptr + head * stride_lh + row, mask=inside, other=0.0)
             scores, slope = _scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
