@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import longtune
 from longtune.cli import app
+from longtune.cli.output import stages
 from longtune.config import load_config
 from longtune.engine import Engine
 from longtune.errors import DoesNotFit
@@ -182,3 +183,24 @@ def test_a_resumed_run_keeps_its_plan(config, tmp_path, monkeypatch):
     monkeypatch.setattr("longtune.train.prepare.plan_run", refuse)
     train(load_config(tmp_path / "run", ["train.stop_after=null"]), resume=True)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"] == plan
+
+
+def test_what_is_being_done_is_told_and_shown_on_a_terminal_alone(config, monkeypatch, capsys):
+    told = []
+    longtune.plan(load_config(config), tokens=64, on_stage=told.append)
+    assert len(told) == len(set(told)) > 3 and any("fastest plan" in what for what in told)
+    with stages(quiet=False) as say:
+        say("working")
+        say(None)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for quiet in (True, False):
+        with stages(quiet) as say:
+            say("working")
+        assert ("working" in capsys.readouterr().err) is not quiet
+
+
+def test_figures_are_in_gib(config):
+    result = call("plan", config, "--device", "rtx4090", "--device-memory", "10GB", "--tokens", 64)
+    assert "of 9.31 GiB" in result.output and " GB" not in result.output

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -47,6 +47,33 @@ def run(work: Callable[[], dict[str, Any]], as_json: bool) -> None:
         sys.stdout.flush()
     if code:
         raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def stages(quiet: bool) -> Iterator[Callable[[str | None], None]]:
+    """Gives a function that shows on a terminal what is being done (None: no more), on stderr.
+
+    Args:
+        quiet: show nothing.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+
+    def say(what: str | None) -> None:
+        if what is None:
+            status.stop()
+        else:
+            status.update(what)
+            status.start()
+
+    try:
+        yield say
+    finally:
+        status.stop()
 
 
 def stop_code(reason: str | None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from longtune.cli.output import AsJson, Columns, Overrides, run
+from longtune.cli.output import AsJson, Columns, Overrides, run, stages
 from longtune.errors import counted
 
 
@@ -32,7 +33,8 @@ def plan(
     Exit code 3 where it doesn't fit; the fixes that are shown were tried.
     """
     named = {"model": model, "data": data, "memory": memory}
-    run(lambda: _plan(config, named, columns, set_ or [], device, device_memory, tokens), as_json)
+    with stages(quiet=as_json) as say:
+        run(lambda: _plan(config, named, columns, set_ or [], device, device_memory, tokens, say), as_json)
 
 
 def _plan(
@@ -43,6 +45,7 @@ def _plan(
     device: str | None,
     device_memory: str | None,
     tokens: int | None,
+    say: Callable[[str | None], None],
 ) -> dict[str, Any]:
     from longtune.cli.options import as_overrides, column_overrides
     from longtune.config import load_config
@@ -60,7 +63,10 @@ def _plan(
 
     from longtune.train.planning import plan as plan_run
 
-    found = plan_run(config, device=device, device_memory=device_memory, tokens=tokens)
+    try:
+        found = plan_run(config, device=device, device_memory=device_memory, tokens=tokens, on_stage=say)
+    finally:
+        say(None)
     for line in _lines(found, config):
         print(line)
     return {**found.as_dict(), "exit_code": 0 if found.fits else 3}
@@ -94,15 +100,15 @@ def _lines(found: Any, config: Any) -> list[str]:
     lines = [
         f"{config.model}, {config.method}, a row of {found.tokens:,} tokens on {device.name}: {verdict}",
         f"plan       {_plan_words(prediction.plan)}",
-        f"memory     {_gb(prediction.needed_bytes)} of {_gb(budget.device)}",
+        f"memory     {_gib(prediction.needed_bytes)} of {_gib(budget.device)}",
     ]
     for name, size in prediction.terms.items():
         if name not in ("host", "disk") or device.kind == "cpu":
-            lines.append(f"  {_WHAT.get(name, name):<34} {_gb(size):>10}")
+            lines.append(f"  {_WHAT.get(name, name):<34} {_gib(size):>10}")
     if prediction.host_bytes:
-        lines.append(f"host       {_gb(prediction.host_bytes)} of {_gb(budget.host)}, pinned")
+        lines.append(f"host       {_gib(prediction.host_bytes)} of {_gib(budget.host)}, pinned")
     if prediction.disk_bytes:
-        lines.append(f"disk       {_gb(prediction.disk_bytes)} of {_gb(budget.disk)}")
+        lines.append(f"disk       {_gib(prediction.disk_bytes)} of {_gib(budget.disk)}")
     first = f", the first {found.first_step_seconds:.0f} s longer" if found.first_step_seconds >= 1 else ""
     lines.append(f"time       {_seconds(found.seconds_per_step)} a step at most{first} (rates {device.source})")
     if found.run_seconds is not None and found.fits:
@@ -130,8 +136,8 @@ def _plan_words(plan: Any) -> str:
     return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, {what}"
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):,.2f} GiB" if size >= 1 << 27 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _seconds(value: float) -> str:

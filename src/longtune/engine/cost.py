@@ -19,8 +19,8 @@ STEP = 0.05
 """Seconds that a step on CUDA takes besides its walk: the optimiser, the row's tables, the loss (measured)."""
 
 COMPILED = 0.57
-"""Memory traffic of compiled layers, of what it is otherwise: element-wise operations are fused. From one step on an H200
-(8B shape, 32,768 tokens: 5.8 s, compiled 5.2 s); what launching takes is taken to stay as it is."""
+"""Memory traffic of compiled layers, of what it is otherwise: element-wise operations are fused. From one step on an
+H200 (8B shape, 32,768 tokens: 5.8 s, compiled 5.2 s); what launching takes is taken to stay as it is."""
 
 COMPILING = 20.0
 """Seconds that compiling the layers takes for each chunk size (measured on the same machine)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -213,7 +213,10 @@ def find_fixes(
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    """Bytes, rounded up: what is said to be enough is."""
+    if count >= 1 << 30:
+        return f"{math.ceil(count / (1 << 30) * 10) / 10:.1f} GiB"
+    return f"{math.ceil(count / (1 << 20))} MiB"
 
 
 # a config alone
@@ -278,6 +281,7 @@ def plan(
     device: str | None = None,
     device_memory: str | None = None,
     tokens: int | None = None,
+    on_stage: Callable[[str], None] | None = None,
 ) -> RunPlan:
     """Whether and how a run fits, and how long it takes, before anything is trained.
 
@@ -288,6 +292,7 @@ def plan(
         device: a known device that need not be here (`engine.devices.names()`); None is the run's own.
         device_memory: bytes of that device ("24GB"), instead of what is known of it.
         tokens: plan for a row of so many tokens, without reading the data.
+        on_stage: is told what is being done.
 
     Raises:
         UserError: the config, its model or its data must be changed.
@@ -299,16 +304,22 @@ def plan(
         dtype = torch.bfloat16 if config.dtype == "auto" and away.name != "t4" else choose_dtype(config.dtype, here)[0]
     else:
         dtype = choose_dtype(config.dtype, here)[0]
+    say = on_stage or (lambda what: None)
+    say("reading the data" if tokens is None else f"planning for {tokens:,} tokens")
     batches, row = _rows(config, tokens)
+    say(f"reading the shapes of {config.model}")
     model, ranks = _model(config, dtype)
+    say("measuring this device" if away is None else f"planning for {away.name}")
     target = away or devices.measured(here, dtype, model.get_base_model().config)
     budget = _budget_for(config, away, here, device_memory)
     fixed = given_keys(config.memory)
     one_pass, accumulate = config.method == "sft", config.train.accumulate
     with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
         shape = row if isinstance(row, Row) else Row.of(row)
+        say(f"looking for the fastest plan for {shape.tokens:,} tokens")
         chosen = planner.choose(row, budget, fixed)
         shown = chosen or planner.smallest(row, budget, fixed)
+        say("looking for the longest row that fits")
         fixes = [] if chosen else [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
         return RunPlan(
             fits=chosen is not None,
