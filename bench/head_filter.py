@@ -90,7 +90,7 @@ def main() -> None:
     engine = Engine(loaded.model, Plan())
     result: dict[str, object] = {"machine": machine(), "model": args.model, "eps": args.eps, "tokens": args.tokens}
     rows: list[dict[str, object]] = []
-    weight = engine.stack.head_module.weight.detach().float()
+    weight = engine.head.form.weight.detach().float()  # pyright: ignore[reportAttributeAccessIssue]
     for file in args.files:
         ids = read(file, loaded.tokenizer, args.tokens + 1)
         parts = []
