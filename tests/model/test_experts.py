@@ -274,3 +274,14 @@ def test_a_ghost_takes_what_the_walk_takes(family):
     real = real_peak(model, plan, forest)
     # Experts get uneven shares, and are assumed to get even ones.
     assert ghost_peak(model, plan, forest) == pytest.approx(real, rel=0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "experts"]])
+def test_grouped_experts_can_be_planned_in_any_dtype(dtype, targets):
+    model = tiny("qwen3_moe", dtype)
+    model.config._experts_implementation = "grouped_mm"
+    model = stirred(add_lora(model, rank=3, alpha=6, targets=targets)).train()
+    forest, plan = Forest([support.random_sequence(120)]), Plan(chunk_tokens=32)
+    real = real_peak(model, plan, forest)
+    assert ghost_peak(model, plan, forest) == pytest.approx(real, rel=0.15)
