@@ -83,6 +83,9 @@ SETTINGS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gemma3_text", "float32", 512, dict(chunk_tokens=128, layers_per_segment=3)),
     ("qwen3", "float32", 512, dict(chunk_tokens=256, keep="attention")),
     ("smollm2", "float32", 256, dict()),
+    ("llama", "float32", 2048, dict(keep="everything", keep_layers=2)),
+    ("qwen3", "float32", 1024, dict(keep="everything", keep_layers=2, keep_below="attention")),
+    ("smollm2", "float32", 512, dict(keep="everything", keep_layers=15)),
 ]
 
 

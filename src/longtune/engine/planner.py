@@ -29,7 +29,7 @@ from longtune.tree import Forest
 CONTEXT = 600_000_000
 """Bytes that a CUDA context takes outside the allocator."""
 
-_SLACK = {"cuda": (0.08, 0.06), "cpu": (0.44, 0.14)}
+_SLACK = {"cuda": (0.08, 0.06), "cpu": (0.44, 0.32)}
 """Share that an allocator holds beyond what is asked of it: of what comes and goes, of kept activations. On a CPU the
 C library keeps much of what is freed, and the peak of a process counts it (measured by bench/planner_cpu.py)."""
 
