@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 Groups = list[list[Place]]
 """What the walk will ask for, one piece of work after another."""
+
+
+class Targeted(NamedTuple):
+    """Targets of a chunk, int64 [m] each: their indices among the row's, columns in the chunk, and tokens."""
+
+    index: torch.Tensor
+    column: torch.Tensor
+    token: torch.Tensor
+
 
 UNIT_BYTES = 256 << 20
 """Most bytes of d(hidden) by target that a walk holds between its log-probs and its backward."""
@@ -114,6 +124,7 @@ class Walk:
 
     def forward(self) -> None:
         """Run the prologue and all layers; what the backward needs is kept as the plan says."""
+        _ = self._targets  # Sent before the device has work to do.
         with self._walking():
             for c, chunk in enumerate(self.chunks):
                 own = slice(chunk.start, chunk.end)
@@ -152,11 +163,17 @@ class Walk:
 
     # head
 
-    def _targets_by_chunk(self) -> list[torch.Tensor]:
-        """Per chunk, the indices of its targets."""
+    @cached_property
+    def _targets(self) -> list[Targeted]:
+        """Per chunk, its targets, on the device: what the host sends later would wait for the device's work."""
+        targets = self.forest.targets
         starts = torch.tensor([chunk.start for chunk in self.chunks])
-        home = torch.bucketize(self.forest.targets.hidden, starts, right=True) - 1
-        return [(home == c).nonzero().flatten() for c in range(len(self.chunks))]
+        home = torch.bucketize(targets.hidden, starts, right=True) - 1
+        order = torch.argsort(home, stable=True)
+        counts = torch.bincount(home, minlength=len(self.chunks)).tolist()
+        column = (targets.hidden - starts[home])[order]
+        sent = (x.to(self.stack.device).split(counts) for x in (order, column, targets.token[order]))
+        return [Targeted(*own) for own in zip(*sent, strict=True)]
 
     def log_probs(self) -> torch.Tensor:
         """Log-probs of all targets [M], fp32, without gradient; the walk can still go on to `head`.
@@ -167,20 +184,17 @@ class Walk:
         targets = self.forest.targets
         both = self._grad and not self.engine.head.parameters and self._row_bytes <= UNIT_BYTES
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
-        by_chunk = self._targets_by_chunk()
         with self._walking(), torch.no_grad():
-            some = [c for c, index in enumerate(by_chunk) if index.numel()]
+            some = [c for c, own in enumerate(self._targets) if own.index.numel()]
             for c in self._traffic.ahead(some, flow=self._count):
-                index = by_chunk[c]
+                index, column, token = self._targets[c]
                 hidden = self._epilogue(c, self._traffic.flow(self._count, c, last=False))[0]
-                column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
-                token = targets.token[index].to(hidden.device)
                 if both:
                     ones = torch.ones_like(token, dtype=out.dtype)
                     log_probs, self._units[c], _ = self.engine.head.backward(hidden[column], token, ones)
                 else:
                     log_probs = self.engine.head.log_probs(hidden[column], token)
-                out[index.to(out.device)] = log_probs
+                out[index] = log_probs
         self._log_probs = out if both else None
         self._told("head")
         return out
@@ -198,21 +212,19 @@ class Walk:
         known = self._log_probs
         out = torch.zeros(len(targets), dtype=self.engine.wide_dtype, device=self.stack.device)
         with self._walking():
-            by_chunk = self._targets_by_chunk()
+            cotangent_M = cotangent_M.to(self.stack.device)
             for c in self._traffic.ahead(range(len(self.chunks)), flow=self._count, then=self._after_head()):
-                index = by_chunk[c]
+                index, column, token = self._targets[c]
                 if not index.numel():
                     flow = self._traffic.flow(self._count, c)
                     self._traffic.turn(self._count, c, torch.zeros_like(flow))
                     continue
                 residual, hidden = self._epilogue_graph(c)
-                column = (targets.hidden[index] - self.chunks[c].start).to(hidden.device)
-                token = targets.token[index].to(hidden.device)
-                cotangent = cotangent_M[index].to(hidden.device)
+                cotangent = cotangent_M[index]
                 with torch.no_grad():
                     if known is None:
                         log_probs, drows, grads = head.backward(hidden.detach()[0, column], token, cotangent)
-                        out[index.to(out.device)] = log_probs
+                        out[index] = log_probs
                         self.sums.add(head.parameters, grads)
                     else:
                         drows = self._units.pop(c).to(self.engine.wide_dtype) * cotangent[:, None]

@@ -32,9 +32,11 @@ class LeanLinear(lora.Linear):
     bias in B, no autocast. Anything else is left to PEFT's forward.
     """
 
-    unread: bool = False
-    """Nobody reads the values of the next outputs: only gradients pass through them (set by the engine for a while).
-    They are then not computed, where that can be had."""
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.unread = False
+        """Nobody reads the values of the next outputs: only gradients pass through them (set by the engine for a
+        while). They are then not computed, where that can be had."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., in] -> [..., out], both in the dtype of x. Gradients reach A and B in their own dtype."""
