@@ -24,6 +24,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,6 +128,8 @@ def walked(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
 
     def step(tokens: torch.Tensor) -> float:
         forest = Forest([Tree.sequence(tokens.cpu())])
+        long = args.plain_from is not None and forest.size >= args.plain_from
+        engine.set_plan(replace(plan_of(args), keep="nothing", keep_layers=None) if long else plan_of(args))
         loss = engine.accumulate(forest, objective, objective.totals(forest))["loss"]
         wrapped.zero_grad()
         return loss
@@ -147,9 +150,9 @@ class _Sampled(Cells):
         self.rebuild_kv(layer, c, hidden)
         return hidden
 
-    def graph(self, layer, c, hidden, kept=None):
+    def graph(self, layer, c, hidden, kept=None, *, read=True):
         if self._some(c):
-            return super().graph(layer, c, hidden, kept)
+            return super().graph(layer, c, hidden, kept, read=read)
         inputs, _ = self._leaves(layer, c, hidden)
         first = next(p for p in self.stack.layers[layer].parameters() if p.requires_grad)
         with torch.enable_grad():
@@ -192,6 +195,9 @@ def main() -> None:
     parser.add_argument("--layers-per-segment", type=int, default=1)
     parser.add_argument("--keep", default="nothing")
     parser.add_argument("--keep-layers", type=int)
+    parser.add_argument(
+        "--plain-from", type=int, help="rows from so many tokens on keep nothing: host memory is finite"
+    )
     parser.add_argument("--store", default="host")
     parser.add_argument("--head-chunk", type=int, default=1024)
     parser.add_argument("--attention")
