@@ -286,6 +286,9 @@ class RunConfig(_Section):
     """More events in metrics.jsonl: memory (after each phase of a step)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto | float32 | bfloat16 | float16."""
+    compile: Literal["auto"] | bool = "auto"
+    """Layers through torch.compile: true, false, or auto (on CUDA, for rows of several chunks, where the run is long
+    enough to pay for compiling)."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dpo: DpoConfig = DpoConfig()

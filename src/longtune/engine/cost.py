@@ -22,8 +22,9 @@ COMPILED = 0.57
 """Memory traffic of compiled layers, of what it is otherwise: element-wise operations are fused. From one step on an
 H200 (8B shape, 32,768 tokens: 5.8 s, compiled 5.2 s); what launching takes is taken to stay as it is."""
 
-COMPILING = 20.0
-"""Seconds that compiling the layers takes for each chunk size (measured on the same machine)."""
+COMPILING = 40.0
+"""Seconds that compiling the layers takes for each chunk size, nothing of it being there from earlier (measured: the
+first step at 32,768 tokens takes 43 to 47 s with it, 10 s without)."""
 
 DISK = 1.5e9
 """Bytes per second of a disk for boundaries, where nothing is known of it."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from longtune.config import MemoryPlan, RunConfig, check_config
 from longtune.data import Batcher, Dataset
 from longtune.data.batching import run_length
-from longtune.engine import Engine, Plan, devices
+from longtune.engine import Engine, Plan, cost, devices
 from longtune.engine.candidates import KEYS
 from longtune.engine.devices import Device
 from longtune.engine.forecast import Row
@@ -47,12 +47,14 @@ class Planned:
         reason: why it is that one.
         predicted: what it takes, as plain JSON values; None where that can't be told.
         warnings: what the user should know.
+        compile: whether the layers are compiled.
     """
 
     plan: Plan
     reason: str
     predicted: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
+    compile: bool = False
 
 
 def choose_plan(memory: str | MemoryPlan, device: torch.device) -> tuple[Plan, str]:
@@ -94,7 +96,7 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
     fixed = given_keys(config.memory)
     if device.type not in ("cpu", "cuda"):
         plan, reason = choose_plan(config.memory, device)
-        return Planned(plan, reason)
+        return Planned(plan, reason, compile=config.compile is True)
     objective_takes_one = config.method == "sft"
     try:
         planner = Planner(
@@ -117,7 +119,25 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
             return _unpredicted(config, device, error)
         if chosen is None:
             raise _does_not_fit(planner, config, row, budget, fixed)
-        return Planned(chosen.plan, _reason(config, budget, fixed), _predicted(chosen, planner, config))
+        compiled, why = _compiling(config, data, chosen, row)
+        reason = _reason(config, budget, fixed) + why
+        return Planned(chosen.plan, reason, _predicted(chosen, planner, config), compile=compiled)
+
+
+def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest | Row) -> tuple[bool, str]:
+    """Whether the layers are compiled, and what is said of it."""
+    if config.compile != "auto":
+        return config.compile, "; layers compiled, as the config says" if config.compile else ""
+    shape = row if isinstance(row, Row) else Row.of(row)
+    chunk, train = chosen.plan.chunk_tokens, config.train
+    # Rows of one chunk would be compiled for any size: what that gains has not been measured.
+    if chunk is None or shape.tokens < 2 * chunk:
+        return False, ""
+    steps, _ = run_length(batcher(config, data), steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
+    eager, compiled = (x.total * train.accumulate for x in (chosen.seconds, chosen.compiled))
+    if not cost.compiling_pays(eager, compiled, steps):
+        return False, ""
+    return True, f"; layers compiled, which saves about {eager - compiled:.2g} s of each step"
 
 
 def _choose(planner: Planner, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]) -> Prediction | None:
@@ -139,7 +159,8 @@ def _predicted(chosen: Prediction, planner: Planner, config: RunConfig) -> dict[
 def _unpredicted(config: RunConfig, device: torch.device, error: Exception) -> Planned:
     plan, reason = choose_plan(config.memory, device)
     why = " ".join(str(error).split())[:160] or type(error).__name__
-    return Planned(plan, reason, None, (f"memory and time can't be predicted for this model ({why})",))
+    told = (f"memory and time can't be predicted for this model ({why})",)
+    return Planned(plan, reason, None, told, config.compile is True)
 
 
 def _longest(config: RunConfig, data: Dataset) -> Forest:

@@ -150,6 +150,8 @@ class _ActiveRun:
             lora_plus_ratio=config.lora.lora_plus_ratio,
         )
         self.optimiser = optimiser.build(groups, settings)
+        if config.compile == "auto":
+            self.engine.on_compile_failure = self._not_compiled
         if "memory" in config.log:
             self.engine.on_phase = self._log_memory
         self.reference: Reference | None = None
@@ -249,6 +251,9 @@ class _ActiveRun:
             plan_reason=planned.reason,
             predicted=_short(planned.predicted),
         )
+
+    def _not_compiled(self, reason: str) -> None:
+        self.events.emit("warning", step=self.loop.progress.step, reason=f"{reason}; the run goes on without")
 
     def _log_memory(self, phase: str, layer: int | None) -> None:
         """One event for each phase of a walk."""
@@ -447,6 +452,7 @@ def _write_start(folder: RunFolder, config: RunConfig, prepared: Prepared, facts
         "memory": config.to_dict()["memory"],
         "reason": prepared.planned.reason,
         "plan": prepared.engine.plan.as_dict(),
+        "compile": prepared.planned.compile,
         "ranks": prepared.ranks.describe() if prepared.ranks else None,
     }
     files.write_json(folder.plan, plan | {"predicted": prepared.planned.predicted, "measured": None})
@@ -458,7 +464,8 @@ def _stored_plan(folder: RunFolder) -> Planned | None:
     if stored is None:
         return None
     try:
-        return Planned(Plan(**stored["plan"]), stored["reason"], stored.get("predicted"))
+        compiled = stored.get("compile") is True
+        return Planned(Plan(**stored["plan"]), stored["reason"], stored.get("predicted"), compile=compiled)
     except TypeError as error:
         fix = "resume with the version that wrote it, or remove it to have the run planned anew"
         raise UserError(Problem(str(folder.plan), f"holds no plan that is known here ({error})", fix)) from None
