@@ -194,7 +194,7 @@ def forward_kernel(
             position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
         )
         # What the window cuts, what every query sees, what the diagonal cuts.
-        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):  # pyright: ignore
             if piece == 0:
                 start, stop = begin, tl.minimum(whole_from, end)
             elif piece == 1:
@@ -366,7 +366,7 @@ def dq_kernel(
             position, position + count - 1, key_position, length, window, HAS_WINDOW, BLOCK_N
         )
         # What the window cuts, what every query sees, what the diagonal cuts.
-        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        for piece in tl.static_range(0 if HAS_WINDOW else 1, 3):  # pyright: ignore
             if piece == 0:
                 start, stop = begin, tl.minimum(whole_from, end)
             elif piece == 1:

@@ -45,14 +45,14 @@ NOTHING = Unread()
 @contextmanager
 def left_out(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Around a run of a layer: these linears give placeholders."""
-    modules = [layer.get_submodule(name) for name in names]
+    modules: list[Any] = [layer.get_submodule(name) for name in names]
     for module in modules:
-        module.unread = True  # pyright: ignore[reportAttributeAccessIssue]
+        module.unread = True
     try:
         yield
     finally:
         for module in modules:
-            module.unread = False  # pyright: ignore[reportAttributeAccessIssue]
+            module.unread = False
 
 
 class _Follower(TorchDispatchMode):

@@ -70,7 +70,7 @@ def slice_kernel(
     else:
         before = tl.load(reference_ptr + row)
         total = tl.load(total_ptr + row)
-    reference = tl.where(top > before + SLACK, top, before)
+    reference = tl.where(top > before + SLACK, top, before)  # pyright: ignore[reportOperatorIssue]
     # A token whose every column so far was its target has no reference, and no sums.
     shift = tl.where(reference == float("-inf"), 0.0, reference)
     weight = tl.exp(z - shift)
