@@ -29,7 +29,7 @@ SIGNATURES = {
     ],
     "Problem": ["place", "reason", "fix"],
     "load_config": ["path", "overrides"],
-    "plan": ["config", "device", "device_memory", "tokens"],
+    "plan": ["config", "device", "device_memory", "tokens", "on_stage"],
     "stream": ["model", "plan", "memory"],
     "train": ["config", "on_event", "resume", "cancel"],
 }

@@ -201,7 +201,7 @@ def test_compiled_layers_move_less_and_compute_the_same(planner):
 
 
 @pytest.mark.parametrize(
-    ("steps", "shapes", "pays"), [(0, 1, False), (30, 1, False), (34, 1, True), (34, 2, False), (68, 2, True)]
+    ("steps", "shapes", "pays"), [(0, 1, False), (66, 1, False), (67, 1, True), (67, 2, False), (134, 2, True)]
 )
 def test_compiling_pays_where_it_saves_more_than_it_takes(steps, shapes, pays):
     assert cost.compiling_pays(5.8, 5.2, steps, shapes) is pays
