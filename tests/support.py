@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -210,6 +211,21 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is not None
     }
+
+
+def walk_gradients(
+    engine: Any, forest: Forest, cotangent: torch.Tensor, key: tuple[int, ...] = (0, 0)
+) -> dict[str, torch.Tensor]:
+    """Gradients of sum(cotangent * log-prob) by an engine's walk."""
+    engine.model.zero_grad()
+    walk = engine.walk(forest, key, grad=True)
+    walk.forward()
+    walk.head(cotangent)
+    walk.backward()
+    walk.sums.deliver()
+    found = gradients(engine.model)
+    engine.model.zero_grad()
+    return found
 
 
 def oracle_gradients(model: nn.Module, forest: Forest, cotangent: Callable | torch.Tensor) -> dict[str, torch.Tensor]:

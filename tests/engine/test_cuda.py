@@ -24,13 +24,7 @@ def test_host_store_equals_device_store(keep, chunk):
     for store in ("device", "host"):
         for repeat in range(3):
             engine.set_plan(Plan(chunk_tokens=chunk, boundary_store=store, keep=keep))
-            walk = engine.walk(forest, (0, 0), grad=True)
-            walk.forward()
-            walk.head(cotangent)
-            walk.backward()
-            walk.sums.deliver()
-            found[store, repeat] = support.gradients(model)
-            model.zero_grad()
+            found[store, repeat] = support.walk_gradients(engine, forest, cotangent)
     engine.close()
     truth = found["device", 0]
     for key, gradients in found.items():

@@ -32,13 +32,7 @@ def walked(model, forest, plan, **options):
     engine = Engine(model, plan, **options)
     try:
         cotangent = -forest.targets.weight.to(torch.float32)
-        walk = engine.walk(forest, (0, 0), True)
-        walk.forward()
-        walk.head(cotangent)
-        walk.backward()
-        walk.sums.deliver()
-        found = support.gradients(model)
-        model.zero_grad()
+        found = support.walk_gradients(engine, forest, cotangent)
         return found, engine.unread
     finally:
         engine.close()

@@ -17,15 +17,9 @@ from tests import support
 
 
 def walk_gradients(engine: Engine, forest: Forest, key=(3, 1), cotangent=None) -> dict[str, torch.Tensor]:
-    engine.model.zero_grad()
-    walk = engine.walk(forest, key, grad=True)
-    walk.forward()
-    walk.head(-forest.targets.weight.double() if cotangent is None else cotangent)
-    walk.backward()
-    walk.sums.deliver()
-    found = support.gradients(engine.model)
-    engine.model.zero_grad()
-    return found
+    if cotangent is None:
+        cotangent = -forest.targets.weight.double()
+    return support.walk_gradients(engine, forest, cotangent, key)
 
 
 @pytest.mark.parametrize("name", ["clean_llama", "gemma4_text"])

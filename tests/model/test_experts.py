@@ -81,13 +81,7 @@ def test_gradients_through_chunks_are_those_of_plain_peft(family, tmp_path):
             Plan(chunk_tokens=4, keep="attention", halves=True),
         ):
             engine.set_plan(plan)
-            walk = engine.walk(forest, (0, 0), grad=True)
-            walk.forward()
-            walk.head(cotangent)
-            walk.backward()
-            walk.sums.deliver()
-            found = support.gradients(model)
-            model.zero_grad()
+            found = support.walk_gradients(engine, forest, cotangent)
             assert support.worst(found, truth) < 1e-5, plan
     finally:
         engine.close()

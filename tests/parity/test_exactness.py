@@ -75,13 +75,7 @@ def test_token_tree_equals_separate_sequences(name):
     engine = Engine(model)
     for chunk in (1, 5, None):
         engine.set_plan(Plan(chunk_tokens=chunk))
-        walk = engine.walk(forest, (0, 0), grad=True)
-        walk.forward()
-        walk.head(cotangent)
-        walk.backward()
-        walk.sums.deliver()
-        found = support.gradients(model)
-        model.zero_grad()
+        found = support.walk_gradients(engine, forest, cotangent)
         assert support.worst(found, truth) < tolerance, chunk
     engine.close()
 

@@ -62,13 +62,7 @@ def test_bf16_error_is_within_that_of_plain_bf16(device, name):
             engine = Engine(half, attention=kernel)
             for plan in PLANS:
                 engine.set_plan(plan)
-                walk = engine.walk(forest, (0, 0), grad=True)
-                walk.forward()
-                walk.head(cotangent)
-                walk.backward()
-                walk.sums.deliver()
-                found = error(support.gradients(half), truth)
-                half.zero_grad()
+                found = error(support.walk_gradients(engine, forest, cotangent), truth)
                 walk_errors.setdefault((kernel, plan.chunk_tokens), []).append(found)
             engine.close()
     plain = sum(plain_errors) / SEEDS

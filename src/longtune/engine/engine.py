@@ -157,8 +157,8 @@ class Engine:
             raise RuntimeError("the engine was closed: make another one")
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
-        if grad and self._unread is None:
-            self._unread = self._learn_unread()
+        if grad:
+            _ = self.unread  # Not in the middle of a walk.
         if (state := self._state_of_head()) != self._head_state:
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = state

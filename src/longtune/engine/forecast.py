@@ -84,7 +84,7 @@ class Forecaster:
             row: the micro-batch, or its shape.
             one_pass: as for `Ghost.trace`.
         """
-        shape = row if isinstance(row, Row) else Row.of(row)
+        shape = Row.of(row)
         plan = self._plain(plan)
         key = (plan, shape, one_pass)
         if key not in self._known:
@@ -211,7 +211,10 @@ class Row:
     length: int | None = None
 
     @classmethod
-    def of(cls, forest: Forest) -> Row:
+    def of(cls, forest: Forest | Row) -> Row:
+        """The shape of a row; a shape is its own."""
+        if isinstance(forest, Row):
+            return forest
         sizes = [tree.size for tree in forest.trees]
         length = None if len(sizes) == 1 else round(sum(n * n for n in sizes) / forest.size)
         return cls(forest.size, min(100, -(-100 * len(forest.targets) // forest.size)), length)

@@ -154,7 +154,7 @@ class Planner:
 
     def predict(self, plan: Plan, row: Forest | Row) -> Prediction:
         """What a plan takes for a row."""
-        shape = row if isinstance(row, Row) else Row.of(row)
+        shape = Row.of(row)
         key = (plan, shape)
         if key not in self._known:
             self._known[key] = self._predict(plan, row, shape)
@@ -221,7 +221,7 @@ class Planner:
         Args:
             fixed: keys of the plan that are given.
         """
-        shape = row if isinstance(row, Row) else Row.of(row)
+        shape = Row.of(row)
         fixed = dict(fixed or {})
         found: list[Prediction] = []
         for keep in [fixed["keep"]] if "keep" in fixed else KEEPS:
@@ -319,7 +319,7 @@ class Planner:
 
     def smallest(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction:
         """Of the plans that fit host and disk, the one that needs the fewest device bytes (of all, where none fits)."""
-        shape = row if isinstance(row, Row) else Row.of(row)
+        shape = Row.of(row)
         found = []
         for plan in self._candidates.tight(shape.tokens, dict(fixed or {})):
             found.append(self.predict(plan, row))

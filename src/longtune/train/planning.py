@@ -128,7 +128,7 @@ def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest
     """Whether the layers are compiled, and what is said of it."""
     if config.compile != "auto":
         return config.compile, "; layers compiled, as the config says" if config.compile else ""
-    shape = row if isinstance(row, Row) else Row.of(row)
+    shape = Row.of(row)
     chunk, train = chosen.plan.chunk_tokens, config.train
     # Rows of one chunk would be compiled for any size: what that gains has not been measured.
     if chunk is None or shape.tokens < 2 * chunk:
@@ -209,7 +209,7 @@ def find_fixes(
         (what to do, the prediction with it).
     """
     found: list[tuple[str, Prediction | None]] = []
-    shape = row if isinstance(row, Row) else Row.of(row)
+    shape = Row.of(row)
     if fixed and (freed := planner.choose(row, budget)) is not None:
         found.append((f"leave {', '.join(f'memory.{key}' for key in sorted(fixed))} to the planner", freed))
     roomy = replace(budget, host=1 << 62, disk=1 << 62)
@@ -336,7 +336,7 @@ def plan(
     fixed = given_keys(config.memory)
     one_pass, accumulate = config.method == "sft", config.train.accumulate
     with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
-        shape = row if isinstance(row, Row) else Row.of(row)
+        shape = Row.of(row)
         say(f"looking for the fastest plan for {shape.tokens:,} tokens")
         chosen = planner.choose(row, budget, fixed)
         shown = chosen or planner.smallest(row, budget, fixed)

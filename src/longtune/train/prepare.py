@@ -98,13 +98,12 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     if train is None or model is None or problems:
         raise UserError(problems)
     engine = Engine(model, plan=planned.plan if planned else Plan(), seed=config.train.seed)
-    engine.compile = planned is not None and planned.compile
     try:
         _check_rows(engine, config, [train, valid] if valid else [train])
         if planned is None:
             planned = plan_run(config, engine, train)
             engine.set_plan(planned.plan)
-            engine.compile = planned.compile
+        engine.compile = planned.compile
     except UserError:
         engine.close()
         raise

@@ -21,7 +21,7 @@ from longtune.model.loading import load_model
 from longtune.model.packed import bits_of, dequantise, is_quantised, packed_bytes
 from longtune.model.rank_sources import find_figures
 from longtune.tree import Forest
-from tests.support import gradients, oracle_gradients, pair_tree, worst
+from tests.support import oracle_gradients, pair_tree, walk_gradients, worst
 
 from . import support
 
@@ -135,14 +135,10 @@ def test_a_base_of_another_library_is_trained_on_as_it_is(kind, bits, bytes_each
     plan = Plan(chunk_tokens=4, layers_per_segment=1)
     engine = Engine(adapted, plan=plan)
     try:
-        walk = engine.walk(forest, (0, 0), True)
-        walk.forward()
-        walk.head(cotangent)
-        walk.backward()
-        walk.sums.deliver()
+        found = walk_gradients(engine, forest, cotangent)
     finally:
         engine.close()
-    assert worst(gradients(adapted), truth) < 1e-4
+    assert worst(found, truth) < 1e-4
 
     ghost = Ghost(adapted, "cpu-flash", "cpu")
     assert ghost.trace(plan, forest).peak > 0

@@ -21,7 +21,7 @@ from longtune.model.packed.gguf import read_widths, remember_gguf_bits, width_of
 from longtune.tree import Forest
 from tests.model.packed import support
 from tests.model.packed.support import packed_linear
-from tests.support import gradients, oracle_gradients, pair_tree, tiny_model, worst
+from tests.support import oracle_gradients, pair_tree, tiny_model, walk_gradients, worst
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -202,14 +202,10 @@ def assert_walk_is_exact(model: nn.Module, layer: type | None, tolerance: float)
     plain = oracle_gradients(adapted, forest, cotangent)
     engine = Engine(adapted, plan=Plan(chunk_tokens=None))
     try:
-        walk = engine.walk(forest, (0, 0), True)
-        walk.forward()
-        walk.head(cotangent)
-        walk.backward()
-        walk.sums.deliver()
+        found = walk_gradients(engine, forest, cotangent)
     finally:
         engine.close()
-    assert worst(gradients(adapted), plain) < tolerance
+    assert worst(found, plain) < tolerance
 
 
 @pytest.mark.libraries
