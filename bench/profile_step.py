@@ -76,17 +76,22 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, default=8192, help="0: the whole row")
     parser.add_argument("--keep", default="attention")
     parser.add_argument("--store", default="host")
     parser.add_argument("--rows", type=int, default=1, help="sequences in the row")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--liger", action="store_true", help="Liger's norm, rotary and GLU")
     parser.add_argument("--kernels", type=int, default=40)
     parser.add_argument("--gaps", type=int, default=12)
     args = parser.parse_args()
+    if args.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
     model = add_lora(build(args.shape, "cuda", num_hidden_layers=args.layers), rank=RANK, alpha=32)
     model.train()
-    plan = Plan(chunk_tokens=args.chunk, boundary_store=args.store, keep=args.keep)
+    plan = Plan(chunk_tokens=args.chunk or None, boundary_store=args.store, keep=args.keep)
     engine = Engine(model, plan, compile=args.compile)
     size = args.tokens // args.rows
     forest = Forest([Tree.sequence(torch.randint(10, 500, (size,))) for _ in range(args.rows)])
@@ -99,7 +104,8 @@ def main() -> None:
         engine.accumulate(forest, objective, totals)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    print(f"one step without the profiler {seconds:.3f} s")
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    print(f"one step without the profiler {seconds:.3f} s, peak {peak:.1f} GiB")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         start = time.perf_counter()
         engine.accumulate(forest, objective, totals)
