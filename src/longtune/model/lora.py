@@ -94,16 +94,17 @@ class _LeanProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_NI, down_RI, up_OR, bias, numbers, scale, unread):  # pyright: ignore[reportIncompatibleMethodOverride]
-        low_NR = F.linear(x_NI, down_RI)
         ctx.scale = scale
         given = isinstance(numbers, torch.Tensor)
         ctx.numbers = None if given else numbers
-        ctx.save_for_backward(x_NI, down_RI, up_OR, low_NR, numbers if given else None)
         if unread:
-            return x_NI.new_zeros(()).expand(x_NI.shape[0], up_OR.shape[0])
-        weight_OI = numbers if given else numbers(x_NI.dtype)
-        y_NO = F.linear(x_NI, weight_OI, None if bias is None else bias.to(x_NI.dtype))
-        return y_NO.addmm_(low_NR, up_OR.t(), alpha=scale)
+            y_NO = x_NI.new_zeros(()).expand(x_NI.shape[0], up_OR.shape[0])
+            low_NR = F.linear(x_NI, down_RI)
+        else:
+            values = _values_op if torch.compiler.is_compiling() else _values
+            y_NO, low_NR = values(x_NI, down_RI, up_OR, bias, numbers if given else numbers(x_NI.dtype), scale)
+        ctx.save_for_backward(x_NI, down_RI, up_OR, low_NR, numbers if given else None)
+        return y_NO
 
     @staticmethod
     def backward(ctx, dy_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -111,10 +112,51 @@ class _LeanProduct(torch.autograd.Function):
         dlow_NR = (dy_NO @ up_OR) * ctx.scale
         dx_NI = None
         if ctx.needs_input_grad[0]:
-            dx_NI = dy_NO @ (ctx.numbers(dy_NO.dtype) if weight_OI is None else weight_OI)
-            dx_NI.addmm_(dlow_NR, down_RI)
+            input_gradient = _input_gradient_op if torch.compiler.is_compiling() else _input_gradient
+            weight_OI = ctx.numbers(dy_NO.dtype) if weight_OI is None else weight_OI
+            dx_NI = input_gradient(dy_NO, weight_OI, dlow_NR, down_RI)
         dup_OR = (dy_NO.t() @ low_NR) * ctx.scale
         return dx_NI, dlow_NR.t() @ x_NI, dup_OR, None, None, None, None
+
+
+# The small product goes first: it only writes, and the large one adds to what is there while it computes. The other
+# way round the small product reads and writes the large one's result, at the rate of memory.
+
+
+def _values(
+    x_NI: torch.Tensor,
+    down_RI: torch.Tensor,
+    up_OR: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_OI: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x W^T + b + s (x A^T) B^T [N, out] and x A^T [N, R]."""
+    low_NR = F.linear(x_NI, down_RI)
+    y_NO = F.linear(low_NR * scale, up_OR, None if bias is None else bias.to(x_NI.dtype))
+    return y_NO.addmm_(x_NI, weight_OI.t()), low_NR
+
+
+def _input_gradient(
+    dy_NO: torch.Tensor, weight_OI: torch.Tensor, dlow_NR: torch.Tensor, down_RI: torch.Tensor
+) -> torch.Tensor:
+    """dy W + dlow A [N, in]."""
+    return (dlow_NR @ down_RI).addmm_(dy_NO, weight_OI)
+
+
+# A compiler would copy the first product's result before it adds the second's to it: compiled layers call these whole.
+_values_op = torch.library.custom_op("longtune::lora_values", _values, mutates_args=())
+_input_gradient_op = torch.library.custom_op("longtune::lora_input_gradient", _input_gradient, mutates_args=())
+
+
+@_values_op.register_fake
+def _(x_NI, down_RI, up_OR, bias, weight_OI, scale):
+    return x_NI.new_empty(x_NI.shape[0], up_OR.shape[0]), x_NI.new_empty(x_NI.shape[0], down_RI.shape[0])
+
+
+@_input_gradient_op.register_fake
+def _(dy_NO, weight_OI, dlow_NR, down_RI):
+    return dy_NO.new_empty(dy_NO.shape[0], down_RI.shape[1])
 
 
 def _lean(*args: Any) -> torch.Tensor:
