@@ -81,9 +81,10 @@ class _Follower(TorchDispatchMode):
         self._bits[storage._cdata] = self._bits.get(storage._cdata, 0) | bits
         self._held.append(storage)
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def save(self, tensor: torch.Tensor) -> None:
+        """Called with what autograd saves. Nothing is kept of it, as nobody goes back: a node that held its own output
+        would never be freed, nor would the model's weights."""
         self.needed |= self.of(tensor)
-        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,6 +100,10 @@ class _Follower(TorchDispatchMode):
         if not made and not written:
             self.needed |= bits  # A number for Python.
         return out
+
+
+def _nothing_saved(_: None) -> torch.Tensor:
+    raise RuntimeError("a graph that is only looked at has no backward")
 
 
 def find_unread(cells: Cells, layer: int, hidden: torch.Tensor, parameters: Sequence[nn.Parameter]) -> Unread:
@@ -137,7 +142,7 @@ def _followed(cells: Cells, layer: int, hidden: torch.Tensor, candidates: dict[s
 
         handles.append(module.register_forward_hook(called))
     try:
-        with follower, torch.autograd.graph.saved_tensors_hooks(follower.save, lambda x: x):
+        with follower, torch.autograd.graph.saved_tensors_hooks(follower.save, _nothing_saved):
             cells.graph(layer, 0, hidden)
         home = cells.engine.structure.donors[layer]
         if home == layer:
