@@ -5,10 +5,14 @@ Oracle: plain autograd of the same model, which computes everything.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from longtune.engine import Engine, Plan
+from longtune.engine.trace import Ghost
 from longtune.model.adapters import add_lora
 from longtune.model.lora import LeanLinear
 from longtune.tree import Forest
@@ -159,3 +163,48 @@ def test_a_value_that_is_read_is_computed(kind):
     found, unread = walked(model, forest, Plan(layers_per_segment=1))
     assert all("down_proj" not in " ".join(u.fresh + u.stored) for u in unread)
     assert support.worst(found, truth) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("plan", "learns"),
+    [
+        (Plan(keep="everything"), False),
+        (Plan(keep="everything", keep_layers=4), False),
+        (Plan(keep="everything", keep_layers=3), True),
+        (Plan(), True),
+    ],
+)
+def test_nothing_is_learnt_where_nothing_is_recomputed(monkeypatch, plan, learns):
+    """Neither on a step nor on a watched one, which is told by the real engine."""
+    learnt: list[Engine] = []
+    learn = Engine._learn_unread
+
+    def counted(self):
+        learnt.append(self)
+        return learn(self)
+
+    monkeypatch.setattr(Engine, "_learn_unread", counted)
+    model = adapted(support.tiny_model("llama", torch.float32))
+    engine = Engine(model, plan)
+    ghost = Ghost(model, "cpu-flash", "cpu", engine)
+    ghost.trace(plan, TREE)
+    assert learnt == [engine] * learns
+    support.walk_gradients(engine, TREE, -TREE.targets.weight)
+    assert learnt == [engine] * learns
+    engine.log_probs(TREE)
+    assert learnt == [engine] * learns
+    ghost.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_model_is_freed_after_what_nobody_reads_is_learnt(name):
+    """No graph of the cells that were looked at stays, and so none of the weights they used."""
+    model = adapted(support.tiny_model(name, torch.float32))
+    engine = Engine(model, Plan())
+    assert engine.unread
+    engine.close()
+    weights = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+    del model, engine
+    gc.collect()
+    assert not any(ref() is not None for ref in weights)

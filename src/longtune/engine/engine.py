@@ -157,12 +157,13 @@ class Engine:
             raise RuntimeError("the engine was closed: make another one")
         self._refuse_unchunkable(forest)
         self._refuse_mixed_lengths(forest)
-        if grad:
-            _ = self.unread  # Not in the middle of a walk.
         if (state := self._state_of_head()) != self._head_state:
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = state
-        return Walk(self, forest, key, grad)
+        walk = Walk(self, forest, key, grad)
+        if walk.recomputes:
+            _ = self.unread  # Not in the middle of the walk.
+        return walk
 
     def _state_of_head(self) -> list[tuple[int, bool, torch.dtype]]:
         """Changes when somebody trains, freezes, casts or replaces a part of the head."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -192,11 +193,17 @@ class Ghost:
         with Meter(self.grain, self.device, self._shapes):
             engine = Engine(model, Plan(), attention=self._attention)
             stand_in(engine.port.attention, self._path_kernels(), self._watch)
-            # Learnt here and not on the first walk, which is watched.
-            engine.unread = engine.unread if self._like is None else self._like.unread[: self.layers]
         if self._like is not None:
             engine.unchunkable = self._like.unchunkable
         return engine
+
+    def _learn_unread(self) -> None:
+        """What recomputed cells leave out; not on a walk that is watched."""
+        teacher = self.engine if self._like is None else self._like
+        shapes_only = teacher.stack.device.type == "meta"
+        with Meter(self.grain, self.device, self._shapes) if shapes_only else nullcontext():
+            known = teacher.unread
+        self.engine.unread = known[: self.layers]
 
     def _path_kernels(self) -> Sequence[PathKernel]:
         """The kernels of the device that is stood for; with triton, where it isn't known that it is missing."""
@@ -251,6 +258,8 @@ class Ghost:
         """
         engine, stack = self.engine, self.engine.stack
         whole = self.layers - (plan.keep_layers or self.layers) if plan.keep == "everything" else self.layers
+        if whole:
+            self._learn_unread()
         meter = Meter(self.grain, self.device, self._shapes, whole, self._watch)
         engine.plan = plan
         engine.head = self._head(plan.head_chunk)

@@ -25,6 +25,7 @@ from longtune.engine.gradients import GradientSums
 from longtune.engine.randomness import has_dropout
 from longtune.engine.traffic import Place, Traffic
 from longtune.engine.unread import NOTHING, Unread, find_unread
+from longtune.model.members import parameters_of
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Walk:
         forest: the row.
         key: (step, micro-batch), for the randomness inside cells.
         grad: whether `backward` will follow.
+
+    Attributes:
+        recomputes: whether its backward runs cells again.
     """
 
     def __init__(self, engine: Engine, forest: Forest, key: tuple[int, ...], grad: bool):
@@ -79,7 +83,7 @@ class Walk:
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._count = len(self.stack.layers)
         self._random = [has_dropout(layer) for layer in self.stack.layers]
-        self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in self.stack.layers]
+        self._parameters = [[p for p in parameters_of(layer) if p.requires_grad] for layer in self.stack.layers]
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         self.lowest = self._lowest_trained() if grad else self._count
         self._keeping = max(self.lowest, self._count - (self.plan.keep_layers or self._count))
@@ -88,6 +92,7 @@ class Walk:
         """The first layer of which all activations are kept."""
         step = self.plan.layers_per_segment or self._count
         self._segments = [range(i, min(i + step, self._whole)) for i in range(self.lowest, self._whole, step)]
+        self.recomputes = bool(self._segments)
         # All that a walk keeps is its own: another one may begin before this one goes back.
         firsts = [segment[0] for segment in self._segments]
         near = self._whole if self._whole < self._count else self._count + 1
