@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 
-def has_dropout(module: nn.Module) -> bool:
-    """Whether any dropout inside is active."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in module.modules())
+def has_dropout(modules: Iterable[nn.Module]) -> bool:
+    """Whether any dropout among them is active."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in modules)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from longtune.engine.gradients import GradientSums
 from longtune.engine.randomness import has_dropout
 from longtune.engine.traffic import Place, Traffic
 from longtune.engine.unread import NOTHING, Unread, find_unread
-from longtune.model.members import parameters_of
+from longtune.model.members import modules_of, parameters_of
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ class Walk:
         """Those that were made together with the units."""
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._count = len(self.stack.layers)
-        self._random = [has_dropout(layer) for layer in self.stack.layers]
-        self._parameters = [[p for p in parameters_of(layer) if p.requires_grad] for layer in self.stack.layers]
+        members = [modules_of(layer) for layer in self.stack.layers]
+        self._random = [has_dropout(modules) for modules in members]
+        self._parameters = [[p for p in parameters_of(*modules) if p.requires_grad] for modules in members]
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         self.lowest = self._lowest_trained() if grad else self._count
         self._keeping = max(self.lowest, self._count - (self.plan.keep_layers or self._count))
@@ -116,7 +117,7 @@ class Walk:
         Raises:
             RuntimeError: layers went from training to evaluation mode, or the other way, since the walk began.
         """
-        if self._random != [has_dropout(layer) for layer in self.stack.layers]:
+        if self._random != [has_dropout(modules_of(layer)) for layer in self.stack.layers]:
             raise RuntimeError(
                 "the model changed between training and evaluation mode after a streamed forward with dropout;"
                 " run the backward in the mode of its forward"

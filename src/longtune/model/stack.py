@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from longtune.errors import Problem, UserError
+from longtune.model.members import modules_of, parameters_of
 from longtune.model.rope import LengthDependentRope
 
 Compiling = Literal["no", "size", "any size"]
@@ -194,12 +195,13 @@ class Stack:
         self.shared: dict[str, dict[Any, Any]] = {}
         self._compiled_layers: dict[tuple[int, bool], Any] = {}
         self._configs = self._find_configs()
+        self._checkpointing = [m for m in modules_of(self.decoder) if hasattr(m, "gradient_checkpointing")]
         self.rope = LengthDependentRope(self.decoder)
         self._decoder_forward = self.decoder.forward
 
     def _find_configs(self) -> list[Any]:
         configs = {}
-        for module in self.decoder.modules():
+        for module in modules_of(self.decoder):
             config = getattr(module, "config", None)
             if config is not None and hasattr(config, "_attn_implementation"):
                 configs[id(config)] = config
@@ -213,16 +215,14 @@ class Stack:
     @property
     def outer_parameters(self) -> list[nn.Parameter]:
         """Parameters of the decoder outside its layers, as they are now."""
-        inside = {id(p) for p in self._list.parameters()}
-        return [p for p in self.decoder.parameters() if id(p) not in inside]
+        return parameters_of(*modules_of(self.decoder, without=self._list))
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that come after the decoder, as they are now: all that lie outside the base, and the output
         embeddings (which may be those of the input)."""
-        inside = {id(p) for p in getattr(self.model, self._base_name).parameters()}
-        inside -= {id(p) for p in self.head_module.parameters()}
-        return [p for p in self.model.parameters() if id(p) not in inside]
+        outside = modules_of(self.model, without=getattr(self.model, self._base_name))
+        return parameters_of(*outside, *modules_of(self.head_module))
 
     @property
     def device(self) -> torch.device:
@@ -258,7 +258,7 @@ class Stack:
     @contextmanager
     def _attending(self, name: str) -> Iterator[None]:
         before = [(config, config._attn_implementation) for config in self._configs]
-        checkpointed = [m for m in self.decoder.modules() if getattr(m, "gradient_checkpointing", False)]
+        checkpointed = [m for m in self._checkpointing if cast(Any, m).gradient_checkpointing]
         try:
             for config, _ in before:
                 config._attn_implementation = name
@@ -400,7 +400,7 @@ def _placeholder(x: Any) -> Any:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode (dropout off); restored module by module."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in modules_of(model) if module.training]
     with ExitStack() as stack:
         for module in training:
             module.training = False

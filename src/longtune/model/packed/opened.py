@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from longtune.model.members import modules_of
 from longtune.model.packed.modules import PackedWeight
 
 
@@ -29,7 +30,7 @@ def layer_open(layer: nn.Module, limit: int | None = None) -> Iterator[int]:
     """
     chosen: list[PackedWeight] = []
     total = 0
-    for module in layer.modules():
+    for module in modules_of(layer):
         if isinstance(module, PackedWeight) and module._open is None:
             size = module.shape.numel() * module.compute_dtype.itemsize
             if limit is None or total + size <= limit:
@@ -48,6 +49,6 @@ def open_bytes(layer: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes of a layer's packed weights once dequantised: what `layer_open` would keep."""
     return sum(
         module.shape.numel() * (dtype or module.compute_dtype).itemsize
-        for module in layer.modules()
+        for module in modules_of(layer)
         if isinstance(module, PackedWeight)
     )
