@@ -64,6 +64,30 @@ class Cell:
     reached: Reached | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Dtype of keys or values and, where they are dense, the order of their axes in memory.
+
+    Their gradients come token-major. What made them goes on with gradients laid out as they were; a compiled layer
+    would copy others first.
+    """
+
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None
+
+    @staticmethod
+    def of(x: torch.Tensor) -> _Layout:
+        dense = torch.empty_like(x, device="meta").stride() == x.stride()
+        return _Layout(x.dtype, x.stride() if dense else None)
+
+    def cast(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in this dtype; in this layout too where it must be copied anyhow."""
+        if self.strides is None or gradient.dtype == self.dtype:
+            return gradient.to(self.dtype)
+        made = torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype, device=gradient.device)
+        return made.copy_(gradient)
+
+
 class _PathAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, attention: PathAttention, cell: Cell, score: Score):
@@ -72,7 +96,7 @@ class _PathAttentionFunction(torch.autograd.Function):
         # Not the cell itself: it holds what was kept, and callbacks into the walk.
         ctx.attention, ctx.score = attention, score
         ctx.cell = Cell(cell.layer, cell.chunk, cell.store, cell.writes)
-        ctx.own = None if k is None else (k.dtype, v.dtype)
+        ctx.own = None if k is None else (_Layout.of(k), _Layout.of(v))
         if cell.keep is not None:
             cell.keep(out, lse)
         return out
@@ -84,7 +108,7 @@ class _PathAttentionFunction(torch.autograd.Function):
         dq, dk, dv = backward_through(ctx.attention, ctx.cell, ctx.score, dout, q, out, lse)
         if dk is None or dv is None:
             return dq, None, None, None, None, None
-        return dq, dk.to(ctx.own[0]), dv.to(ctx.own[1]), None, None, None
+        return dq, ctx.own[0].cast(dk), ctx.own[1].cast(dv), None, None, None
 
 
 def backward_through(

@@ -328,7 +328,7 @@ class TritonPath:
             C,
             **narrow,
         )
-        dq = torch.empty(1, C, H, q.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
+        dq = torch.empty_like(q)  # In the layout of q, as whatever made q goes on with it.
         tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)
         _launch(
             dq_kernel,
