@@ -116,8 +116,9 @@ def one(number: int, share: float | None = None) -> None:
     import torch
 
     from longtune.engine import Engine, Plan, devices
+    from longtune.engine.budget import Budget
     from longtune.engine.forecast import Row
-    from longtune.engine.planner import Budget, Planner
+    from longtune.engine.planner import Planner
     from longtune.model.adapters import add_lora
     from longtune.objective import get
 

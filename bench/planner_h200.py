@@ -27,8 +27,9 @@ from common import RANK, SHAPES, machine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtune.engine import Engine, Plan, devices
+from longtune.engine.budget import CONTEXT, Budget
 from longtune.engine.forecast import Row
-from longtune.engine.planner import CONTEXT, Budget, Planner, Prediction
+from longtune.engine.planner import Planner, Prediction
 from longtune.model.adapters import add_lora
 from longtune.objective import get
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from longtune.engine import Plan, cost, devices
+from longtune.engine.budget import CONTEXT, Budget, budget_here, memory_bytes
 from longtune.engine.devices import Device, known
 from longtune.engine.forecast import Row
 from longtune.engine.meter import CLASSES
-from longtune.engine.planner import CONTEXT, Budget, Planner, budget_here, memory_bytes
+from longtune.engine.planner import Planner
 from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from tests.support import tiny_config, tiny_model

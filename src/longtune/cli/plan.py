@@ -49,7 +49,7 @@ def _plan(
 ) -> dict[str, Any]:
     from longtune.cli.options import as_overrides, column_overrides
     from longtune.config import load_config
-    from longtune.engine.planner import memory_bytes
+    from longtune.engine.budget import memory_bytes
     from longtune.errors import Problem, UserError
 
     if device_memory is not None:

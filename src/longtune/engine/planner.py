@@ -8,49 +8,32 @@ optimiser, the process, slack) and the search.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from longtune.engine import cost, devices
+from longtune.engine.budget import CONTEXT, Budget
 from longtune.engine.candidates import KEEPS, Candidates
 from longtune.engine.devices import Device
 from longtune.engine.engine import Engine
 from longtune.engine.forecast import Forecast, Forecaster, Row
 from longtune.engine.plan import Plan
 from longtune.engine.trace import Ghost, stored_bytes
-from longtune.errors import Problem, UserError
 from longtune.tree import Forest
-
-CONTEXT = 600_000_000
-"""Bytes that a CUDA context takes outside the allocator."""
 
 _SLACK = {"cuda": (0.08, 0.06), "cpu": (0.44, 0.35)}
 """Share that an allocator holds beyond what is asked of it: of what comes and goes, of kept activations. On a CPU the
 C library keeps much of what is freed, and the peak of a process counts it (measured by bench/planner_cpu.py). Of kept
-activations it is a fifth to two fifths, another in each process: what is freed between them fits little of what comes."""
+activations it is a fifth to two fifths, another in each process: what is freed between them fits little that comes."""
 
 _SPREAD = 0.03
 """Share by which a process may come out above its prediction: it is right on the average (bench/planner_cpu.py)."""
 
 _SCRATCH = {"cuda": 72 << 20, "cpu": 4 << 20}
 """Workspaces of matrix libraries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a step may take, in bytes: the device's memory, the host's beside it, and disk.
-
-    On a CPU `device` is the whole process, and `host` is not used.
-    """
-
-    device: int
-    host: int
-    disk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,37 +355,3 @@ def _is_ample(prediction: Prediction) -> bool:
     """Whether a plan's chunks are large enough that larger ones, with less kept, would not be faster."""
     chunk = prediction.plan.chunk_tokens
     return chunk is None or chunk >= min(_AMPLE, prediction.tokens)
-
-
-def memory_bytes(text: str) -> int | None:
-    """Bytes of a size like 24GB (10^9) or 24GiB (2^30); None for "auto".
-
-    Raises:
-        UserError: it is no size.
-    """
-    if text == "auto":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", text.strip())
-    if match is None or not float(match[1]):
-        raise UserError(Problem("memory", f"{text!r} is no size", "write it like 24GB or 22.5GiB"))
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
-
-
-def budget_here(device: torch.device, memory: int | None = None, scratch_free: int = 0) -> Budget:
-    """What may be taken on this machine.
-
-    Args:
-        device: a device that is present.
-        memory: bytes that were asked for; None is all that is free but a margin.
-        scratch_free: free bytes of the disk for boundaries.
-    """
-    host = devices.host_memory()
-    spare = int(0.9 * host["available"])
-    if device.type == "cpu":
-        room = devices.resident() + host["available"] - max(512 << 20, host["total"] // 20)
-        return Budget(min(room, memory) if memory else room, 0, int(0.9 * scratch_free))
-    own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    room = devices.free_memory(device) + own + CONTEXT
-    room -= max(256 << 20, room // 50)
-    return Budget(min(room, memory) if memory else room, spare, int(0.9 * scratch_free))

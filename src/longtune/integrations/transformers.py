@@ -18,7 +18,8 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longtune.engine import Engine, Plan, devices
-from longtune.engine.planner import Planner, budget_here, memory_bytes
+from longtune.engine.budget import budget_here, memory_bytes
+from longtune.engine.planner import Planner
 from longtune.engine.walk import Walk
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.stack import HiddenOutput, find_layers, unwrap

@@ -22,10 +22,11 @@ from longtune.config import MemoryPlan, RunConfig, check_config
 from longtune.data import Batcher, Dataset
 from longtune.data.batching import run_length
 from longtune.engine import Engine, Plan, cost, devices
+from longtune.engine.budget import CONTEXT, Budget, budget_here, memory_bytes
 from longtune.engine.candidates import KEYS
 from longtune.engine.devices import Device
 from longtune.engine.forecast import Row
-from longtune.engine.planner import CONTEXT, Budget, Planner, Prediction, budget_here, memory_bytes
+from longtune.engine.planner import Planner, Prediction
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import add_lora
 from longtune.model.embedded import EMBEDDED, embedded_folder
