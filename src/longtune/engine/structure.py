@@ -17,6 +17,7 @@ from longtune.attention.function import AttentionPort
 from longtune.attention.kernels import Reference
 from longtune.attention.path import Score
 from longtune.errors import Problem, UserError
+from longtune.model.lora import joining
 from longtune.model.stack import LayerCall, Stack, evaluating
 
 PROBE_TOKENS = 6
@@ -132,7 +133,7 @@ def learn(stack: Stack, port: AttentionPort) -> Structure:
     port.probe = attend
     masks[port.name] = lambda *args, mask_function=None, **kwargs: MaskRequest(mask_function)
     try:
-        with torch.no_grad(), evaluating(stack.model), stack.attending(port.name):
+        with torch.no_grad(), evaluating(stack.model), stack.attending(port.name), joining(stack.decoder):
             hidden = stack.run_decoder(tokens, tokens)
     finally:
         port.probe = None

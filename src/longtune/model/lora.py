@@ -7,8 +7,10 @@ the rest (names, configuration, files, merging, other variants) stays PEFT's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import LoraConfig
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 
 from longtune.model.expert_lora import lean_stack
 from longtune.model.experts import stack_owners
+from longtune.model.members import modules_of
 from longtune.model.packed import PackedLinear, dequantise
 from longtune.model.packed.modules import frozen_linear
 
@@ -25,39 +28,88 @@ Numbers = torch.Tensor | Callable[[torch.dtype], torch.Tensor]
 """A frozen weight [out, in], or what gives it in a dtype."""
 
 
+class _Part(NamedTuple):
+    """One linear of a lean product.
+
+    Attributes:
+        down_RI, up_OR: A and B in the dtype of x.
+        bias: the base's [O], or None.
+        numbers: the base's weight.
+        scale: s.
+        unread: its values are not wanted.
+    """
+
+    down_RI: torch.Tensor
+    up_OR: torch.Tensor
+    bias: torch.Tensor | None
+    numbers: Numbers
+    scale: float
+    unread: bool
+
+
 class LeanLinear(lora.Linear):
     """PEFT's LoRA linear, computed in the dtype of its input.
 
     Only the plain case is computed here: one active adapter, neither merged nor disabled, no variant (DoRA, ...), no
     bias in B, no autocast. Anything else is left to PEFT's forward.
+
+    Attributes:
+        unread: nobody reads the values of the next outputs: only gradients pass through them (set by the engine for a
+            while). They are then not computed, where that can be had.
+        followers: linears that are called next with the very input of this one (queries, keys and values; gate and
+            up). Their outputs are computed together with this one's: the input is read once by all their A, and its
+            gradient is summed where it is made. Set by `join`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.unread = False
-        """Nobody reads the values of the next outputs: only gradients pass through them (set by the engine for a
-        while). They are then not computed, where that can be had."""
+        self.followers: tuple[LeanLinear, ...] = ()
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What the linear that this one follows has computed: its input, and the output of this one."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., in] -> [..., out], both in the dtype of x. Gradients reach A and B in their own dtype."""
+        given, self._given = self._given, None
+        if given is not None and given[0] is x:
+            return given[1]
         name = self._plain_adapter()
         if name is None or args or kwargs or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x, *args, **kwargs)
+        part = self._part(x.dtype)
+        if part is None:
+            return self._beside_its_base(x, name)
+        following = [(other, other._part(x.dtype)) for other in self.followers]
+        parts = [part, *(p for _, p in following if p is not None)]
+        if len(parts) != 1 + len(following):
+            following, parts = [], [part]
+        made = all(isinstance(p.numbers, torch.Tensor) for p in parts)
+        outputs = (_lean if made else cast(Any, _made_lean))(x.reshape(-1, x.shape[-1]), parts)
+        first, *others = (y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs)
+        for (other, _), output in zip(following, others, strict=True):
+            other._given = x, output
+        return first
+
+    def _part(self, dtype: torch.dtype) -> _Part | None:
+        """What is to be computed, with A and B in a dtype; None where only modules can."""
+        name, numbers = self._plain_adapter(), self._numbers()
+        if name is None or numbers is None or not isinstance(self.lora_dropout[name], nn.Identity):
+            return None
+        down_RI = cast(nn.Linear, self.lora_A[name]).weight.to(dtype)
+        up_OR = cast(nn.Linear, self.lora_B[name]).weight.to(dtype)
+        return _Part(down_RI, up_OR, cast(nn.Linear, self.base_layer).bias, numbers, self.scaling[name], self.unread)
+
+    def _beside_its_base(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """With dropout between x and A, or a base that only its module can compute with."""
         down_RI = cast(nn.Linear, self.lora_A[name]).weight.to(x.dtype)
         up_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
         x_NI = x.reshape(-1, x.shape[-1])
-        dropout = self.lora_dropout[name]
         base, numbers = cast(nn.Linear, self.base_layer), self._numbers()
-        if isinstance(dropout, nn.Identity) and numbers is not None:
-            bias, scale = base.bias, self.scaling[name]
-            product = _lean if isinstance(numbers, torch.Tensor) else cast(Any, _made_lean)
-            y_NO = product(x_NI, down_RI, up_OR, bias, numbers, scale, self.unread)
-        else:
-            # bitsandbytes' own forward may answer with a view, which can't be added to in place. This is the same
-            # product with the same numbers.
-            y_NO = base(x_NI) if not callable(numbers) else frozen_linear(x_NI, numbers, base.bias)
-            # In place: a frozen linear doesn't need its output again, and a second [N, out] would be the layer's peak.
-            y_NO.addmm_(F.linear(dropout(x_NI), down_RI), up_OR.t(), alpha=self.scaling[name])
+        # bitsandbytes' own forward may answer with a view, which can't be added to in place. This is the same
+        # product with the same numbers.
+        y_NO = base(x_NI) if not callable(numbers) else frozen_linear(x_NI, numbers, base.bias)
+        # In place: a frozen linear doesn't need its output again, and a second [N, out] would be the layer's peak.
+        y_NO.addmm_(F.linear(self.lora_dropout[name](x_NI), down_RI), up_OR.t(), alpha=self.scaling[name])
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     def _numbers(self) -> Numbers | None:
@@ -86,85 +138,146 @@ class LeanLinear(lora.Linear):
         return name
 
 
-class _LeanProduct(torch.autograd.Function):
-    """y = x W^T + b + s (x A^T) B^T for a frozen W, with one [N, in] for the gradient of x.
+class _LeanProducts(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T for some linears with frozen W and one x, with one [N, in] for the gradient of x.
 
-    Without values (`unread`) the result is a placeholder of y's shape that takes no memory; gradients are the same.
+    Without values (`unread`) a result is a placeholder of y's shape that takes no memory; gradients are the same.
     """
 
     @staticmethod
-    def forward(ctx, x_NI, down_RI, up_OR, bias, numbers, scale, unread):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.scale = scale
-        given = isinstance(numbers, torch.Tensor)
-        ctx.numbers = None if given else numbers
-        if unread:
-            y_NO = x_NI.new_zeros(()).expand(x_NI.shape[0], up_OR.shape[0])
-            low_NR = F.linear(x_NI, down_RI)
-        else:
-            values = _values_op if torch.compiler.is_compiling() else _values
-            y_NO, low_NR = values(x_NI, down_RI, up_OR, bias, numbers if given else numbers(x_NI.dtype), scale)
-        ctx.save_for_backward(x_NI, down_RI, up_OR, low_NR, numbers if given else None)
-        return y_NO
+    def forward(ctx, x_NI, scales, unread, makers, *tensors):  # pyright: ignore[reportIncompatibleMethodOverride]
+        n = len(scales)
+        downs, ups, biases, weights = (tensors[i * n : (i + 1) * n] for i in range(4))
+        down_SI = downs[0] if n == 1 else torch.cat(downs)
+        wanted = [i for i in range(n) if not unread[i]]
+        made = [weights[i] if makers[i] is None else makers[i](x_NI.dtype) for i in wanted]
+        low_NS = F.linear(x_NI, down_SI)
+        lows = low_NS.split([down.shape[0] for down in downs], 1)
+        scaled = [lows[i] * scales[i] for i in wanted]
+        outputs = _outputs_op if torch.compiler.is_compiling() else _outputs
+        found = outputs(x_NI, scaled, [ups[i] for i in wanted], [biases[i] for i in wanted], made)
+        nothing = x_NI.new_zeros(()) if len(wanted) < n else None
+        results: list[Any] = [None if nothing is None else nothing.expand(x_NI.shape[0], up.shape[0]) for up in ups]
+        for i, y_NO in zip(wanted, found, strict=True):
+            results[i] = y_NO
+        ctx.scales, ctx.makers = scales, makers
+        ctx.save_for_backward(x_NI, down_SI, low_NS, *ups, *weights)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx, dy_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_NI, down_RI, up_OR, low_NR, weight_OI = ctx.saved_tensors
-        dlow_NR = (dy_NO @ up_OR) * ctx.scale
+    def backward(ctx, *douts):  # pyright: ignore[reportIncompatibleMethodOverride]
+        n = len(ctx.scales)
+        x_NI, down_SI, low_NS, *rest = ctx.saved_tensors
+        ups, weights = rest[:n], rest[n:]
+        ranks = [up.shape[1] for up in ups]
+        dlows = [(dy_NO @ up_OR) * scale for dy_NO, up_OR, scale in zip(douts, ups, ctx.scales, strict=True)]
+        dlow_NS = dlows[0] if n == 1 else torch.cat(dlows, 1)
         dx_NI = None
         if ctx.needs_input_grad[0]:
+            made = [w if maker is None else maker(x_NI.dtype) for w, maker in zip(weights, ctx.makers, strict=True)]
             input_gradient = _input_gradient_op if torch.compiler.is_compiling() else _input_gradient
-            weight_OI = ctx.numbers(dy_NO.dtype) if weight_OI is None else weight_OI
-            dx_NI = input_gradient(dy_NO, weight_OI, dlow_NR, down_RI)
-        dup_OR = (dy_NO.t() @ low_NR) * ctx.scale
-        return dx_NI, dlow_NR.t() @ x_NI, dup_OR, None, None, None, None
+            dx_NI = input_gradient(list(douts), made, dlow_NS, down_SI)
+        ddowns = (dlow_NS.t() @ x_NI).split(ranks)
+        lows = low_NS.split(ranks, 1)
+        dups = [(dy.t() @ low) * scale for dy, low, scale in zip(douts, lows, ctx.scales, strict=True)]
+        return dx_NI, None, None, None, *ddowns, *dups, *[None] * (2 * n)
 
 
-# The small product goes first: it only writes, and the large one adds to what is there while it computes. The other
-# way round the small product reads and writes the large one's result, at the rate of memory.
+# The small product goes first: it only writes, and the large one adds to it while it computes. The other way round the
+# small product reads and writes the large one's result, at the rate of memory.
 
 
-def _values(
+def _outputs(
     x_NI: torch.Tensor,
-    down_RI: torch.Tensor,
-    up_OR: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_OI: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x W^T + b + s (x A^T) B^T [N, out] and x A^T [N, R]."""
-    low_NR = F.linear(x_NI, down_RI)
-    y_NO = F.linear(low_NR * scale, up_OR, None if bias is None else bias.to(x_NI.dtype))
-    return y_NO.addmm_(x_NI, weight_OI.t()), low_NR
+    lows: Sequence[torch.Tensor],
+    ups: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """x W^T + b + low B^T [N, O] for each low [N, R] (scaled), B [O, R], b [O] and W [O, I]."""
+    found = []
+    for low_NR, up_OR, bias, weight_OI in zip(lows, ups, biases, weights, strict=True):
+        y_NO = F.linear(low_NR, up_OR, None if bias is None else bias.to(x_NI.dtype))
+        found.append(y_NO.addmm_(x_NI, weight_OI.t()))
+    return found
 
 
 def _input_gradient(
-    dy_NO: torch.Tensor, weight_OI: torch.Tensor, dlow_NR: torch.Tensor, down_RI: torch.Tensor
+    douts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], dlow_NS: torch.Tensor, down_SI: torch.Tensor
 ) -> torch.Tensor:
-    """dy W + dlow A [N, in]."""
-    return (dlow_NR @ down_RI).addmm_(dy_NO, weight_OI)
+    """dlow A + the sum of dy W [N, I]."""
+    dx_NI = dlow_NS @ down_SI
+    for dy_NO, weight_OI in zip(douts, weights, strict=True):
+        dx_NI.addmm_(dy_NO, weight_OI)
+    return dx_NI
 
 
 # A compiler would copy the first product's result before it adds the second's to it: compiled layers call these whole.
-_values_op = torch.library.custom_op("longtune::lora_values", _values, mutates_args=())
+_outputs_op = torch.library.custom_op("longtune::lora_outputs", _outputs, mutates_args=())
 _input_gradient_op = torch.library.custom_op("longtune::lora_input_gradient", _input_gradient, mutates_args=())
 
 
-@_values_op.register_fake
-def _(x_NI, down_RI, up_OR, bias, weight_OI, scale):
-    return x_NI.new_empty(x_NI.shape[0], up_OR.shape[0]), x_NI.new_empty(x_NI.shape[0], down_RI.shape[0])
+@_outputs_op.register_fake
+def _(x_NI, lows, ups, biases, weights):
+    return [x_NI.new_empty(x_NI.shape[0], up_OR.shape[0]) for up_OR in ups]
 
 
 @_input_gradient_op.register_fake
-def _(dy_NO, weight_OI, dlow_NR, down_RI):
-    return dy_NO.new_empty(dy_NO.shape[0], down_RI.shape[1])
+def _(douts, weights, dlow_NS, down_SI):
+    return dlow_NS.new_empty(dlow_NS.shape[0], down_SI.shape[1])
 
 
-def _lean(*args: Any) -> torch.Tensor:
-    return cast(torch.Tensor, _LeanProduct.apply(*args))
+def _lean(x_NI: torch.Tensor, parts: Sequence[_Part]) -> tuple[torch.Tensor, ...]:
+    given = [p.numbers if isinstance(p.numbers, torch.Tensor) else None for p in parts]
+    makers = tuple(None if isinstance(p.numbers, torch.Tensor) else p.numbers for p in parts)
+    return cast(Any, _LeanProducts.apply)(
+        x_NI,
+        tuple(p.scale for p in parts),
+        tuple(p.unread for p in parts),
+        makers,
+        *(p.down_RI for p in parts),
+        *(p.up_OR for p in parts),
+        *(p.bias for p in parts),
+        *given,
+    )
 
 
 # A compiled layer leaves its graph here: what is dequantised, kept for a while, or made again is no part of it.
 _made_lean = torch.compiler.disable(_lean)
+
+
+@contextmanager
+def joining(module: nn.Module) -> Iterator[None]:
+    """Around one forward of a module: linears inside that are called one after another with one input are joined, so
+    that from the next forward on they are computed together (`LeanLinear.followers`)."""
+    calls: list[tuple[LeanLinear, torch.Tensor, int]] = []
+    """With the input's version: who changes it in between, makes another one of it."""
+
+    def called(linear: LeanLinear, args: tuple[Any, ...]) -> None:
+        x = args[0] if args else None
+        calls.append((linear, x, x._version) if isinstance(x, torch.Tensor) else (linear, torch.empty(0), 0))
+
+    inside = [m for m in modules_of(module) if isinstance(m, LeanLinear)]
+    handles = [linear.register_forward_pre_hook(called) for linear in inside]
+    for linear in inside:
+        linear.followers = ()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    once = Counter(linear for linear, _, _ in calls)
+    groups = [[calls[0]]] if calls else []
+    for call in calls[1:]:
+        _, x, version = groups[-1][0]
+        if call[1] is x and call[2] == version:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    for group in groups:
+        first, *others = (linear for linear, _, _ in group)
+        if all(once[linear] == 1 for linear in (first, *others)):
+            first.followers = tuple(others)
 
 
 def use_lean_layers(config: LoraConfig, model: nn.Module) -> LoraConfig:
