@@ -63,7 +63,7 @@ def relative(ours, truth):
     return float(torch.linalg.norm(ours.double().cpu() - truth) / torch.linalg.norm(truth).clamp(min=1.0))
 
 
-def check(kernel, q, k, v, dout, **options):
+def check(kernel, q, k, v, dout, slack=1.0, **options):
     scale = q.shape[-1] ** -0.5
     mask = options.get("mask")
     if options.get("causal"):
@@ -72,7 +72,7 @@ def check(kernel, q, k, v, dout, **options):
     out, lse = explicit(*leaves, mask, scale, options.get("softcap"))
     truth = torch.autograd.grad(out, leaves, dout.double())
     found_out, found_lse = kernel.forward(q, k, v, scale=scale, **options)
-    tolerance = TOLERANCE[q.dtype]
+    tolerance = TOLERANCE[q.dtype] * slack
     assert found_out.dtype == q.dtype
     assert relative(found_out, out.detach()) < tolerance
     assert float((found_lse.double() - lse.detach()).abs().max()) < max(tolerance, 1e-6) * 4
@@ -93,7 +93,9 @@ class TestAgainstFp64:
 
     def test_one_token(self, kernel, device, dtype, heads):
         kernel = Cudnn() if kernel.name == "cudnn" else kernel
-        check(kernel, *draw(heads, 1, 1, 64, 64, dtype, device), causal=True)
+        # Its dQ is the difference of two equal numbers: of products of three tf32 each, where the kernel makes those.
+        slack = 3.0 if kernel.name == "cuda-efficient" else 1.0
+        check(kernel, *draw(heads, 1, 1, 64, 64, dtype, device), slack, causal=True)
 
     def test_values_narrower_than_keys(self, kernel, device, dtype, heads):
         check(kernel, *draw(heads, 17, 40, 96, 64, dtype, device))

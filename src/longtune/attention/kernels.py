@@ -241,7 +241,8 @@ class CpuFlash(_EqualWidth):
 
 
 class CudaEfficient(_EqualWidth):
-    """torch's memory-efficient attention (`_scaled_dot_product_efficient_attention`); fp32, bf16 and fp16.
+    """torch's memory-efficient attention (`_scaled_dot_product_efficient_attention`), fp32; the reference takes the
+    place of anything else, since in bf16 its backward gives wrong dQ at odd lengths on an H200 (torch 2.11).
 
     The one fused CUDA kernel of torch that takes fp32, whose products it splits in three of tf32 each. It knows no
     grouped heads: the query heads of a group become queries of their key head, or, where the mask is causal, keys and
@@ -253,7 +254,7 @@ class CudaEfficient(_EqualWidth):
 
     @staticmethod
     def _elsewhere(q_BHSD: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        return mask is not None or q_BHSD.shape[3] % (16 // q_BHSD.element_size()) != 0
+        return mask is not None or q_BHSD.dtype != torch.float32 or q_BHSD.shape[3] % 4 != 0
 
     def forward(self, q_BHSD, k_BKTD, v_BKTE, *, scale, causal=False, mask=None, softcap=None):
         if self._elsewhere(q_BHSD, mask):
