@@ -44,6 +44,13 @@ RANK = 16
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def use_liger() -> None:
+    """Liger's norm, rotary and GLU in every llama that is built from now on in this process; the losses stay."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 def build(shape: str, device: str, **changes: Any) -> torch.nn.Module:
     """A frozen llama of a shape, with `changes`, and random bf16 weights."""
     import torch

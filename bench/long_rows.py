@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import LINEARS, RANK, SHAPES, build, chunked_loss, machine, with_checkpointing
+from common import LINEARS, RANK, SHAPES, build, chunked_loss, machine, use_liger, with_checkpointing
 from torch import nn
 
 from longtune.engine import Engine, Plan
@@ -53,10 +53,9 @@ def flops(shape: str, tokens: int, layers: int | None = None) -> float:
 
 
 def stock(shape: str) -> Callable[[torch.Tensor], float]:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
     from trl.models.activation_offloading import OffloadActivations
 
-    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+    use_liger()
     model = build(shape, DEVICE)
     wrapped = with_checkpointing(model)
 
@@ -92,9 +91,7 @@ def pack(model: nn.Module, bits: int) -> None:
 
 def adapted(args: argparse.Namespace, **changes: Any) -> nn.Module:
     if args.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+        use_liger()
     model = build(args.shape, DEVICE, **changes)
     if args.bits:
         pack(model, args.bits)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from common import RANK, SHAPES, build
+from common import RANK, SHAPES, build, use_liger
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("--gaps", type=int, default=12)
     args = parser.parse_args()
     if args.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+        use_liger()
     model = add_lora(build(args.shape, "cuda", num_hidden_layers=args.layers), rank=RANK, alpha=32)
     model.train()
     plan = Plan(chunk_tokens=args.chunk or None, boundary_store=args.store, keep=args.keep)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RANK, SHAPES, build, machine
+from common import RANK, SHAPES, build, machine, use_liger
 from lengths import pairs, supervised
 from packed_peer import ADAPTERS, Peer, batch
 
@@ -218,9 +218,7 @@ def peer_side(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def our_side(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+        use_liger()
     base: Any = build(args.shape, DEVICE).to(getattr(torch, args.dtype))
     model = add_lora(base, rank=RANK, alpha=2 * RANK)
     model.train()

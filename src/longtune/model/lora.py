@@ -70,9 +70,9 @@ class LeanLinear(lora.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., in] -> [..., out], both in the dtype of x. Gradients reach A and B in their own dtype."""
-        given, self._given = self._given, None
-        if given is not None and given[0] is x:
-            return given[1]
+        ready, self._given = self._given, None
+        if ready is not None and ready[0] is x:
+            return ready[1]
         name = self._plain_adapter()
         if name is None or args or kwargs or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x, *args, **kwargs)
@@ -83,8 +83,8 @@ class LeanLinear(lora.Linear):
         parts = [part, *(p for _, p in following if p is not None)]
         if len(parts) != 1 + len(following):
             following, parts = [], [part]
-        made = all(isinstance(p.numbers, torch.Tensor) for p in parts)
-        outputs = (_lean if made else cast(Any, _made_lean))(x.reshape(-1, x.shape[-1]), parts)
+        given = all(isinstance(p.numbers, torch.Tensor) for p in parts)
+        outputs = (_lean if given else cast(Any, _made_lean))(x.reshape(-1, x.shape[-1]), parts)
         first, *others = (y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs)
         for (other, _), output in zip(following, others, strict=True):
             other._given = x, output
