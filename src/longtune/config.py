@@ -287,8 +287,8 @@ class RunConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto | float32 | bfloat16 | float16."""
     compile: Literal["auto"] | bool = "auto"
-    """Layers through torch.compile: true, false, or auto (on CUDA, for rows of several chunks, where the run is long
-    enough to pay for compiling)."""
+    """Layers through torch.compile: true, false, or auto (on CUDA, where the run is long enough to pay for
+    compiling)."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     dpo: DpoConfig = DpoConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ def check(attention, score, chunk_tokens, *, dtype=torch.float64, tolerance=1e-1
         shape: query heads, key heads, key width, value width.
     """
     row = row or forest()
+    if score.sinks is not None:
+        score = replace(score, sinks=score.sinks.to(device))
     heads, key_heads, width, value_width = shape or (HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH)
     generator = torch.Generator().manual_seed(0)
 

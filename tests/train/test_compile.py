@@ -47,9 +47,18 @@ def test_auto_compiles_long_rows_of_long_runs(config):
     assert decided(config, data, **long, steps=30) == (False, "")
     assert decided(config, data, **{**long, "saved": 0.0}, steps=1000) == (False, "")
     assert decided(config, data, **{**long, "tokens": 9000}, steps=1000) == (False, "")
-    assert decided(config, data, **{**long, "chunk": None}, steps=1000) == (False, "")
     assert decided(config, data, **{**long, "chunk": None}, steps=1, key=True)[0]
     assert decided(config, data, **long, steps=1000, key=False) == (False, "")
+
+
+def test_auto_compiles_rows_of_one_chunk_once_for_all_sizes(config):
+    data = cast(Any, [SimpleNamespace(size=9)] * 12)
+    for chunk in (None, 16384):
+        rows = dict(chunk=chunk, tokens=16384, saved=0.5)
+        assert decided(config, data, **rows, steps=100)[0]
+        # That takes longer than compiling for one size.
+        assert not decided(config, data, **rows, steps=60)[0]
+    assert decided(config, data, chunk=8192, tokens=16384, saved=0.5, steps=60)[0]
 
 
 def test_a_run_compiles_as_it_is_told_and_says_so(config, tmp_path, monkeypatch):

@@ -131,7 +131,7 @@ def _edges(first, last, key_position, length, window, HAS_WINDOW: tl.constexpr, 
     return begin, whole_from, tl.maximum(whole_to, whole_from), end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -218,7 +218,7 @@ def forward_kernel(
     tl.store(lse_ptr + head * stride_lh + rows, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh", "count"])
 def delta_kernel(
     dout_ptr,
     out_ptr,
@@ -297,7 +297,7 @@ def _dq_blocks(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def dq_kernel(
     dout_ptr,
     q_ptr,
@@ -385,7 +385,7 @@ def dq_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lh"])
 def dkv_kernel(
     dout_ptr,
     q_ptr,

@@ -26,6 +26,9 @@ COMPILING = 40.0
 """Seconds that compiling the layers takes for each chunk size, nothing of it being there from earlier (measured: the
 first step at 32,768 tokens takes 43 to 47 s with it, 10 s without)."""
 
+COMPILING_ANY = 90.0
+"""The same once for all sizes, as rows of one chunk are (measured: 50 to 94 s)."""
+
 DISK = 1.5e9
 """Bytes per second of a disk for boundaries, where nothing is known of it."""
 
@@ -52,15 +55,15 @@ class Seconds:
         return self.products + self.attention + self.memory + self.launches + self.copies
 
 
-def compiling_pays(eager: float, compiled: float, steps: int, shapes: int = 1) -> bool:
+def compiling_pays(eager: float, compiled: float, steps: int, any_size: bool = False) -> bool:
     """Whether compiling the layers makes a run shorter.
 
     Args:
         eager, compiled: predicted seconds of a step (`Prediction.seconds`, `Prediction.compiled`).
         steps: of the run, or what is left of it.
-        shapes: chunk sizes that will be compiled.
+        any_size: they are compiled once for all sizes, instead of for one chunk size.
     """
-    return steps * (eager - compiled) > shapes * COMPILING
+    return steps * (eager - compiled) > (COMPILING_ANY if any_size else COMPILING)
 
 
 def seconds(forecast: Forecast, device: Device, compiled: bool = False) -> Seconds:

@@ -220,14 +220,14 @@ class Engine:
         walk.forward()
         cotangent = objective.known_cotangent(forest, totals)
         if cotangent is not None:
-            log_probs = walk.head(cotangent)
+            coming = _to_host(walk.head(cotangent))
             walk.backward()
+            walk.sums.deliver()
             # Only now: a host that waited for them before the backward would leave the device without work.
-            outcome = objective(forest, log_probs.cpu(), totals)
-        else:
-            outcome = objective(forest, walk.log_probs().cpu(), totals)
-            walk.head(outcome.cotangent)
-            walk.backward()
+            return objective(forest, coming(), totals).sums
+        outcome = objective(forest, walk.log_probs().cpu(), totals)
+        walk.head(outcome.cotangent)
+        walk.backward()
         walk.sums.deliver()
         return outcome.sums
 
@@ -333,6 +333,22 @@ class Engine:
             finally:
                 handle.remove()
         return max(moved)
+
+
+def _to_host(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Send a tensor to the host behind the work that makes it; the result waits for that work alone."""
+    if x.device.type != "cuda":
+        return x.cpu
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    sent = torch.cuda.Event()
+    sent.record(torch.cuda.current_stream(x.device))
+
+    def wait() -> torch.Tensor:
+        sent.synchronize()
+        return there
+
+    return wait
 
 
 def _cannot_be_walked(stack: Stack, error: Exception) -> Problem:

@@ -131,12 +131,12 @@ def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest
         return config.compile, "; layers compiled, as the config says" if config.compile else ""
     shape = Row.of(row)
     chunk, train = chosen.plan.chunk_tokens, config.train
-    # Rows of one chunk would be compiled for any size: what that gains has not been measured.
-    if chunk is None or shape.tokens < 2 * chunk:
-        return False, ""
+    one_chunk = chunk is None or shape.tokens <= chunk
+    if not one_chunk and shape.tokens < 2 * cast(int, chunk):
+        return False, ""  # The odd last chunk, half of the row or so, is not compiled.
     steps, _ = run_length(batcher(config, data), steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
     eager, compiled = (x.total * train.accumulate for x in (chosen.seconds, chosen.compiled))
-    if not cost.compiling_pays(eager, compiled, steps):
+    if not cost.compiling_pays(eager, compiled, steps, any_size=one_chunk):
         return False, ""
     return True, f"; layers compiled, which saves about {eager - compiled:.2g} s of each step"
 
