@@ -122,6 +122,8 @@ def walked(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
     cap(args.cap)
     engine = Engine(wrapped, plan_of(args), attention=args.attention, compile=args.compile)
     objective = get("sft")
+    if args.check:
+        print(json.dumps(compared(engine, objective, args.check)), flush=True)
 
     def step(tokens: torch.Tensor) -> float:
         forest = Forest([Tree.sequence(tokens.cpu())])
@@ -132,6 +134,23 @@ def walked(args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
         return loss
 
     return step
+
+
+def compared(engine: Engine, objective: Any, tokens: int) -> dict[str, Any]:
+    """Loss and gradients of one row with the layers compiled, beside those without."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    trained = [p for _, p in engine.model.named_parameters() if p.requires_grad]
+    for parameter in trained:  # B too, which is zero in a fresh adapter.
+        parameter.data.normal_(0, 0.02, generator=generator)
+    forest = Forest([Tree.sequence(torch.randint(10, 500, (tokens,)))])
+    losses, gradients = [], []
+    for engine.compile in (False, True):
+        losses.append(engine.accumulate(forest, objective, objective.totals(forest))["loss"])
+        gradients.append(torch.cat([p.grad.float().flatten().cpu() for p in trained if p.grad is not None]))
+        engine.model.zero_grad()
+    plain, compiled = gradients
+    apart = float((plain - compiled).norm() / plain.norm())
+    return {"checked": tokens, "losses": losses, "gradient_norm": float(plain.norm()), "gradients_apart": apart}
 
 
 class _Sampled(Cells):
@@ -202,8 +221,11 @@ def main() -> None:
     parser.add_argument("--cap", type=float, help="GB")
     parser.add_argument("--liger", action="store_true", help="Liger's norm, rotary and GLU in the walk, too")
     parser.add_argument("--compile", action="store_true", help="layers through torch.compile")
+    parser.add_argument("--check", type=int, help="first compare compiled layers with plain ones on so many tokens")
     parser.add_argument("--out")
     args = parser.parse_args()
+    if args.check and not (args.compile and args.way == "walk"):
+        parser.error("--check is for a walk with --compile")
     described = {**machine(), "shape": args.shape, "arguments": vars(args)}
     made = {"stock": lambda: stock(args.shape), "walk": lambda: walked(args), "sample": lambda: sampled(args)}
     step = made[args.way]()

@@ -51,6 +51,8 @@ class Cell:
         cut: let the layer go on from the attention's output as a leaf of its own, noted in `reached`; with `stop`, note
             the queries, keys and values (with their graph) there and leave.
         reached: what the attention call met, where the cell is cut.
+        dense: gradients of queries, keys and values are wanted contiguous [1, H, C, D] (a layer that is compiled for
+            any size would copy others).
     """
 
     layer: int
@@ -62,6 +64,7 @@ class Cell:
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     cut: bool = False
     reached: Reached | None = None
+    dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,11 @@ class _Layout:
     strides: tuple[int, ...] | None
 
     @staticmethod
-    def of(x: torch.Tensor) -> _Layout:
-        dense = torch.empty_like(x, device="meta").stride() == x.stride()
-        return _Layout(x.dtype, x.stride() if dense else None)
+    def of(x: torch.Tensor, contiguous: bool) -> _Layout:
+        like = torch.empty_like(
+            x, device="meta", memory_format=torch.contiguous_format if contiguous else torch.preserve_format
+        )
+        return _Layout(x.dtype, like.stride() if contiguous or like.stride() == x.stride() else None)
 
     def cast(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient in this dtype; in this layout too where it must be copied anyhow."""
@@ -95,8 +100,8 @@ class _PathAttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(q, out, lse)
         # Not the cell itself: it holds what was kept, and callbacks into the walk.
         ctx.attention, ctx.score = attention, score
-        ctx.cell = Cell(cell.layer, cell.chunk, cell.store, cell.writes)
-        ctx.own = None if k is None else (_Layout.of(k), _Layout.of(v))
+        ctx.cell = Cell(cell.layer, cell.chunk, cell.store, cell.writes, dense=cell.dense)
+        ctx.own = None if k is None else (_Layout.of(k, cell.dense), _Layout.of(v, cell.dense))
         if cell.keep is not None:
             cell.keep(out, lse)
         return out
@@ -121,7 +126,8 @@ def backward_through(
     lse_BHC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """dQ and, of a layer with keys and values of its own, the accumulated dK and dV of its chunk."""
-    dq = attention.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, cell.store, cell.chunk, score)
+    layout = torch.contiguous_format if cell.dense else torch.preserve_format
+    dq = attention.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, cell.store, cell.chunk, score, layout)
     return (dq, *cell.store.gradients(cell.chunk)) if cell.writes else (dq, None, None)
 
 

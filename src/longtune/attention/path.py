@@ -64,6 +64,7 @@ class PathKernel(Protocol):
         store: KVStore,
         chunk: Chunk,
         score: Score,
+        layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
         """As `PathAttention.backward`."""
         ...
@@ -247,10 +248,15 @@ class PathAttention:
         store: KVStore,
         chunk: Chunk,
         score: Score,
+        layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
-        """dQ [1, H, C, D]; the store's accumulators receive dK and dV of everything that the chunk read."""
+        """dQ [1, H, C, D]; the store's accumulators receive dK and dV of everything that the chunk read.
+
+        Args:
+            layout: of dQ, for a kernel that can lay it out in several ways (`preserve_format`: as the queries are).
+        """
         if whole := self._whole(q_BHCD, store, chunk, score):
-            return whole.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, store, chunk, score)
+            return whole.backward(dout_BHCE, q_BHCD, out_BHCE, lse_BHC, store, chunk, score, layout)
         kernel = self._kernel(score)
         dout_BHCE, q_BHCD, out_BHCE = (kernel.arrange(x) for x in (dout_BHCE, q_BHCD, out_BHCE))
         dq: torch.Tensor | None = None

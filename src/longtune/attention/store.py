@@ -90,6 +90,18 @@ class KVStore:
         assert self._dk is not None and self._dv is not None
         return self._dk, self._dv
 
+    def is_fresh(self, chunk: Chunk) -> bool:
+        """Whether a chunk is the whole row and nothing was added yet: what it adds is then all there is, so far."""
+        return self._dk is None and chunk.size == self.tokens
+
+    def unset_accumulators(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `accumulators`, but of any numbers: for who writes all of them."""
+        assert self._k is not None and self._v is not None
+        wide = torch.promote_types(self._k.dtype, torch.float32)
+        self._dk = torch.empty_like(self._k, dtype=wide)
+        self._dv = torch.empty_like(self._v, dtype=wide)
+        return self._dk, self._dv
+
     def gradients(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulated dK and dV of a chunk, in the accumulators' dtype, each [1, heads, C, width]."""
         self.open_gradients()

@@ -416,6 +416,7 @@ def dkv_kernel(
     window,
     scale,
     softcap,
+    ADDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PADDED_D: tl.constexpr,
@@ -426,7 +427,8 @@ def dkv_kernel(
     BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of keys, one key head: added to the fp32 accumulators, all readers and all query heads in order."""
+    """One tile of keys, one key head: written or added to the fp32 accumulators, all readers and all query heads in
+    order."""
     tile = tile_ptr + tl.program_id(0) * 5
     key_head = tl.program_id(1)
     column = tl.load(tile).to(tl.int64)
@@ -482,5 +484,9 @@ def dkv_kernel(
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     dk_ptrs = dk_ptr + key_head * stride_gkh + rows[:, None] * stride_gkt + at_d[None, :]
     dv_ptrs = dv_ptr + key_head * stride_gvh + rows[:, None] * stride_gvt + at_e[None, :]
-    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=mask_k, other=0.0) + dk * scale, mask=mask_k)
-    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=mask_v, other=0.0) + dv, mask=mask_v)
+    dk = dk * scale
+    if ADDS:
+        dk += tl.load(dk_ptrs, mask=mask_k, other=0.0)
+        dv += tl.load(dv_ptrs, mask=mask_v, other=0.0)
+    tl.store(dk_ptrs, dk, mask=mask_k)
+    tl.store(dv_ptrs, dv, mask=mask_v)

@@ -304,12 +304,14 @@ class TritonPath:
         store: KVStore,
         chunk: Chunk,
         score: Score,
+        layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
         """dQ [1, H, C, D]; dK and dV go to the store's accumulators."""
         from longtune.attention.triton_kernels import delta_kernel, dkv_kernel, dq_kernel
 
         k, v = store.keys_and_values
-        dk, dv = store.accumulators
+        adds = not store.is_fresh(chunk)
+        dk, dv = store.accumulators if adds else store.unset_accumulators()
         q, dout, out, lse = (_dense(x) for x in (q_BHCD, dout_BHCE, out_BHCE, lse_BHC))
         H, C = q.shape[1:3]
         blocks = self._sizes(q, v, chunk, score)
@@ -328,7 +330,7 @@ class TritonPath:
             C,
             **narrow,
         )
-        dq = torch.empty_like(q)  # In the layout of q, as whatever made q goes on with it.
+        dq = torch.empty_like(q, memory_format=layout)
         tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)
         _launch(
             dq_kernel,
@@ -372,6 +374,7 @@ class TritonPath:
             *_token_strides(dv),
             lse.stride(1),
             H // k.shape[2],
+            ADDS=adds,
             **self._options(q, v, score, chunk, blocks.dkv),
         )
         return dq

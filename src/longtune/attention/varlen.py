@@ -156,6 +156,7 @@ class VarlenFlash:
         store: KVStore,
         chunk: Chunk,
         score: Score,
+        layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
         """dQ [1, H, C, D]; dK and dV go to the store's accumulators."""
         width = q_BHCD.shape[3]

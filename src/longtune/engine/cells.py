@@ -14,6 +14,7 @@ import torch
 
 from longtune.attention.function import Cell, Reached, StopLayer, backward_through
 from longtune.attention.store import KVStore
+from longtune.engine.layers import Layers
 from longtune.engine.randomness import cell_randomness
 from longtune.engine.traffic import Traffic
 from longtune.engine.unread import left_out
@@ -43,7 +44,7 @@ class Cells:
         forest: the row.
         chunks: of the row.
         key: (step, micro-batch), for the randomness inside cells.
-        random: per layer, whether something in it is random.
+        layers: whether something in a layer is random.
         lowest: the first layer that the backward reaches.
         arguments: whether tensors that the prologue hands to the layers are trained through.
         traffic: where the layers' arguments are.
@@ -58,7 +59,7 @@ class Cells:
         forest: Forest,
         chunks: tuple[Chunk, ...],
         key: tuple[int, ...],
-        random: list[bool],
+        layers: Layers,
         lowest: int,
         arguments: bool,
         traffic: Traffic,
@@ -68,7 +69,7 @@ class Cells:
         self.forest = forest
         self.chunks = chunks
         self.key = key
-        self.random = random
+        self.layers = layers
         self.lowest = lowest
         self.arguments = arguments
         self.traffic = traffic
@@ -84,10 +85,11 @@ class Cells:
 
     def _run(self, cell: Cell, hidden: torch.Tensor, call: LayerCall, compiled: Compiling = "no") -> torch.Tensor:
         layer, c = cell.layer, cell.chunk.index
+        cell.dense = compiled == "any size"
         self.engine.port.cell = cell
         random = (
             cell_randomness(self.stack.device, self.engine.seed, *self.key, layer, c)
-            if self.random[layer]
+            if self.layers[layer].random
             else nullcontext()
         )
         with random:
@@ -97,7 +99,7 @@ class Cells:
         """How a cell is compiled: not where something is random, which would differ between the cell with a graph and
         the one without. Chunks of the plan's size are compiled for it. Rows of one chunk, which come in all sizes, are
         compiled once for all of them; the odd last chunk of a longer row isn't worth it."""
-        if not self.engine.compile or self.random[layer]:
+        if not self.engine.compile or self.layers[layer].random:
             return "no"
         if self.chunks[c].size == self.engine.plan.chunk_tokens:
             return "size"

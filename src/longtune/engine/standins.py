@@ -108,6 +108,7 @@ class Standin:
         store: KVStore,
         chunk: Chunk,
         score: Score,
+        layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
         self._report(q_BHCD, store, chunk, score, True)
         if not isinstance(self.kernel, TritonPath):

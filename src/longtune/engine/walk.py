@@ -22,10 +22,9 @@ import torch
 from longtune.attention.store import KVStore
 from longtune.engine.cells import Cells, Graph
 from longtune.engine.gradients import GradientSums
-from longtune.engine.randomness import has_dropout
+from longtune.engine.layers import Layers
 from longtune.engine.traffic import Place, Traffic
 from longtune.engine.unread import NOTHING, Unread, find_unread
-from longtune.model.members import modules_of, parameters_of
 from longtune.tree import Forest
 
 if TYPE_CHECKING:
@@ -82,9 +81,7 @@ class Walk:
         """Those that were made together with the units."""
         self._call_gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._count = len(self.stack.layers)
-        members = [modules_of(layer) for layer in self.stack.layers]
-        self._random = [has_dropout(modules) for modules in members]
-        self._parameters = [[p for p in parameters_of(*modules) if p.requires_grad] for modules in members]
+        self._layers = Layers(self.stack.layers)
         self._outer = [p for p in self.stack.outer_parameters if p.requires_grad] if grad else []
         self.lowest = self._lowest_trained() if grad else self._count
         self._keeping = max(self.lowest, self._count - (self.plan.keep_layers or self._count))
@@ -99,7 +96,7 @@ class Walk:
         near = self._whole if self._whole < self._count else self._count + 1
         self._traffic = Traffic(self.plan, engine.boundaries, engine.moving, len(self.chunks), firsts, near)
         self.cells = Cells(
-            engine, forest, self.chunks, key, self._random, self.lowest, bool(self._outer), self._traffic
+            engine, forest, self.chunks, key, self._layers, self.lowest, bool(self._outer), self._traffic
         )
         kind = device.type
         on = kind != "meta" and torch.is_autocast_enabled(kind)
@@ -109,7 +106,7 @@ class Walk:
         """The first layer that the backward must reach: 0 where anything before the layers is trained."""
         if self._outer:
             return 0
-        return next((i for i, own in enumerate(self._parameters) if own), self._count)
+        return next((i for i in range(self._count) if self._layers[i].trained), self._count)
 
     def check_modes(self) -> None:
         """Refuse a backward whose recomputed cells would not repeat the dropout of the forward.
@@ -117,7 +114,7 @@ class Walk:
         Raises:
             RuntimeError: layers went from training to evaluation mode, or the other way, since the walk began.
         """
-        if self._random != [has_dropout(modules_of(layer)) for layer in self.stack.layers]:
+        if self._layers.changed:
             raise RuntimeError(
                 "the model changed between training and evaluation mode after a streamed forward with dropout;"
                 " run the backward in the mode of its forward"
@@ -284,7 +281,7 @@ class Walk:
         self.forward()
         with self._walking():
             found = [
-                find_unread(self.cells, layer, self._traffic.input(layer, 0), self._parameters[layer])
+                find_unread(self.cells, layer, self._traffic.input(layer, 0), self._layers[layer].trained)
                 for layer in range(self.lowest, self._count)
             ]
             self._traffic.clear()
@@ -367,7 +364,7 @@ class Walk:
         return self._keep(layer) == "attention" and self.engine.structure.donors[layer] is not None
 
     def _backward_layer(self, layer: int, then: Groups = _NO_GROUPS) -> None:
-        parameters = self._parameters[layer]
+        parameters = self._layers[layer].trained
         whole = layer >= self._whole
         kept = self._keeps_attention(layer)
         halves = self.plan.halves and self.engine.structure.donors[layer] is not None
