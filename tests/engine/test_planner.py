@@ -202,10 +202,11 @@ def test_compiled_layers_move_less_and_compute_the_same(planner):
 
 
 @pytest.mark.parametrize(
-    ("steps", "shapes", "pays"), [(0, 1, False), (66, 1, False), (67, 1, True), (67, 2, False), (134, 2, True)]
+    ("steps", "any_size", "pays"),
+    [(0, False, False), (66, False, False), (67, False, True), (150, True, False), (151, True, True)],
 )
-def test_compiling_pays_where_it_saves_more_than_it_takes(steps, shapes, pays):
-    assert cost.compiling_pays(5.8, 5.2, steps, shapes) is pays
+def test_compiling_pays_where_it_saves_more_than_it_takes(steps, any_size, pays):
+    assert cost.compiling_pays(5.8, 5.2, steps, any_size) is pays
 
 
 def test_compiling_what_gets_no_faster_never_pays():

@@ -61,7 +61,7 @@ _HALF: dict[int, tuple[Sizes, ...]] = {
 """Half precision, by the wider of the two widths, rounded up; for much and for little shared memory. The first ones are
 chosen by measurement on an H200 (docs/kernels.md)."""
 
-_HALF_SHORT: dict[int, Sizes] = {128: Sizes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2))}
+_HALF_SHORT: dict[int, Sizes] = {128: Sizes(Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 3))}
 """Where no query sees many keys: sliding windows, packed short rows. Chosen likewise."""
 
 _SINGLE: dict[int, Sizes] = {
