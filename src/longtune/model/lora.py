@@ -18,6 +18,7 @@ from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
 
+from longtune.attention.select import triton_fault
 from longtune.model.expert_lora import lean_stack
 from longtune.model.experts import stack_owners
 from longtune.model.members import modules_of
@@ -170,17 +171,16 @@ class _LeanProducts(torch.autograd.Function):
         x_NI, down_SI, low_NS, *rest = ctx.saved_tensors
         ups, weights = rest[:n], rest[n:]
         ranks = [up.shape[1] for up in ups]
-        dlows = [(dy_NO @ up_OR) * scale for dy_NO, up_OR, scale in zip(douts, ups, ctx.scales, strict=True)]
-        dlow_NS = dlows[0] if n == 1 else torch.cat(dlows, 1)
+        lows = low_NS.split(ranks, 1)
+        found = [_up_gradients_of(*part) for part in zip(douts, ups, lows, ctx.scales, strict=True)]
+        dlow_NS = found[0][0] if n == 1 else torch.cat([dlow for dlow, _ in found], 1)
         dx_NI = None
         if ctx.needs_input_grad[0]:
             made = [w if maker is None else maker(x_NI.dtype) for w, maker in zip(weights, ctx.makers, strict=True)]
             input_gradient = _input_gradient_op if torch.compiler.is_compiling() else _input_gradient
             dx_NI = input_gradient(list(douts), made, dlow_NS, down_SI)
         ddowns = (dlow_NS.t() @ x_NI).split(ranks)
-        lows = low_NS.split(ranks, 1)
-        dups = [(dy.t() @ low) * scale for dy, low, scale in zip(douts, lows, ctx.scales, strict=True)]
-        return dx_NI, None, None, None, *ddowns, *dups, *[None] * (2 * n)
+        return dx_NI, None, None, None, *ddowns, *(dup for _, dup in found), *[None] * (2 * n)
 
 
 # The small product goes first: it only writes, and the large one adds to it while it computes. The other way round the
@@ -197,7 +197,12 @@ def _outputs(
     """x W^T + b + low B^T [N, O] for each low [N, R] (scaled), B [O, R], b [O] and W [O, I]."""
     found = []
     for low_NR, up_OR, bias, weight_OI in zip(lows, ups, biases, weights, strict=True):
-        y_NO = F.linear(low_NR, up_OR, None if bias is None else bias.to(x_NI.dtype))
+        if bias is None and _kernels_take(low_NR, up_OR):
+            from longtune.model.lora_kernels import expand
+
+            y_NO = expand(low_NR, up_OR)
+        else:
+            y_NO = F.linear(low_NR, up_OR, None if bias is None else bias.to(x_NI.dtype))
         found.append(y_NO.addmm_(x_NI, weight_OI.t()))
     return found
 
@@ -212,9 +217,47 @@ def _input_gradient(
     return dx_NI
 
 
+def _up_gradients_of(
+    dy_NO: torch.Tensor, up_OR: torch.Tensor, low_NR: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s dy B [N, R] and s dy^T low [O, R], of s B low with low = A x."""
+    compiled = torch.compiler.is_compiling() and _may_be_taken(dy_NO, up_OR)
+    return (_up_gradients_op if compiled else _up_gradients)(dy_NO, up_OR, low_NR, scale)
+
+
+def _up_gradients(
+    dy_NO: torch.Tensor, up_OR: torch.Tensor, low_NR: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling() and _kernels_take(dy_NO, up_OR):
+        from longtune.model.lora_kernels import up_gradients
+
+        dlow_NR, dup_OR = up_gradients(dy_NO, up_OR, low_NR)
+        return (dlow_NR * scale).to(dy_NO.dtype), (dup_OR * scale).to(up_OR.dtype)
+    return (dy_NO @ up_OR) * scale, (dy_NO.t() @ low_NR) * scale
+
+
+_WIDE, _MANY, _RANK = 8192, 4096, 16
+"""Outputs and tokens from which on the kernels are faster than a library's products, and their largest rank (measured
+on an H200: docs/kernels.md)."""
+
+
+def _may_be_taken(rows: torch.Tensor, up_OR: torch.Tensor) -> bool:
+    """What a compiler knows of `_kernels_take`."""
+    half = rows.dtype in (torch.bfloat16, torch.float16)
+    return rows.is_cuda and half and up_OR.shape[0] >= _WIDE and up_OR.shape[1] <= _RANK
+
+
+def _kernels_take(rows: torch.Tensor, up_OR: torch.Tensor) -> bool:
+    """Whether the skinny products of B and some rows [N, ...] go to Triton's kernels."""
+    if not _may_be_taken(rows, up_OR) or rows.shape[0] < _MANY:
+        return False
+    return rows.is_contiguous() and up_OR.is_contiguous() and triton_fault(rows.device) is None
+
+
 # A compiler would copy the first product's result before it adds the second's to it: compiled layers call these whole.
 _outputs_op = torch.library.custom_op("longtune::lora_outputs", _outputs, mutates_args=())
 _input_gradient_op = torch.library.custom_op("longtune::lora_input_gradient", _input_gradient, mutates_args=())
+_up_gradients_op = torch.library.custom_op("longtune::lora_up_gradients", _up_gradients, mutates_args=())
 
 
 @_outputs_op.register_fake
@@ -225,6 +268,11 @@ def _(x_NI, lows, ups, biases, weights):
 @_input_gradient_op.register_fake
 def _(douts, weights, dlow_NS, down_SI):
     return dlow_NS.new_empty(dlow_NS.shape[0], down_SI.shape[1])
+
+
+@_up_gradients_op.register_fake
+def _(dy_NO, up_OR, low_NR, scale):
+    return dy_NO.new_empty(dy_NO.shape[0], up_OR.shape[1]), torch.empty_like(up_OR)
 
 
 def _lean(x_NI: torch.Tensor, parts: Sequence[_Part]) -> tuple[torch.Tensor, ...]:
