@@ -8,6 +8,7 @@ optimiser, the process, slack) and the search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -216,11 +217,15 @@ class Planner:
             if keep == "nothing" and any(_is_ample(p) for p in found):
                 break
             for ladder in self._candidates.ladders(shape.tokens, keep, fixed):
-                best = self._fastest_of(ladder, row, budget)
+                fastest = min(found, key=lambda p: p.seconds.total, default=None)
+                if fastest is not None and not fastest.seconds.copies:
+                    # What comes next moves more, or makes more again: with smaller chunks it would be slower.
+                    ladder = [p for p in ladder if _chunk(p, shape.tokens) >= _chunk(fastest.plan, shape.tokens)]
+                best = self._fastest_of(ladder, row, budget, fastest.seconds.total if fastest else math.inf)
                 if best is not None:
                     found.append(best)
                     if _is_ample(best):
-                        break  # What comes next moves more, or makes more again.
+                        break
             if found and found[-1].plan.keep == "everything":
                 break
         best = min(found, key=lambda p: p.seconds.total, default=None)
@@ -256,8 +261,7 @@ class Planner:
     @staticmethod
     def _least_kept(base: Prediction) -> float:
         """Bytes that the activations of a layer take at least: half of a cell in work is its gradients."""
-        chunk = min(base.plan.chunk_tokens or base.tokens, base.tokens)
-        return 0.3 * base.terms.get("cell", 0) * base.tokens / chunk
+        return 0.3 * base.terms.get("cell", 0) * base.tokens / _chunk(base.plan, base.tokens)
 
     def _with_most_layers(self, plan: Plan, row: Forest | Row, budget: Budget) -> Prediction | None:
         """The plan for as many of the last layers as fit: bytes grow with them."""
@@ -272,8 +276,11 @@ class Planner:
                 high = middle
         return found
 
-    def _fastest_of(self, plans: list[Plan], row: Forest | Row, budget: Budget) -> Prediction | None:
-        """The first that fits of plans whose chunks, and so their time and memory, only get smaller."""
+    def _fastest_of(
+        self, plans: list[Plan], row: Forest | Row, budget: Budget, below: float = math.inf
+    ) -> Prediction | None:
+        """The first that fits of plans whose chunks, and so their speed and memory, only get smaller; None where none
+        fits, or none that does takes less than `below` seconds."""
         tried: dict[int, Prediction] = {}
         low, high = 0, len(plans)
         while low < high:
@@ -281,6 +288,8 @@ class Planner:
             prediction = tried[place] = self.predict(plans[place], row)
             if prediction.fits(budget):
                 high = place
+            elif prediction.seconds.total >= below:
+                return None  # Smaller chunks are slower still.
             elif prediction.host_bytes > budget.host or prediction.disk_bytes > budget.disk:
                 return None  # Smaller chunks don't change that.
             elif prediction.needed_bytes - sum(prediction.terms.get(name, 0) for name in _SHRINKING) > budget.device:
@@ -291,19 +300,22 @@ class Planner:
 
     @staticmethod
     def _guess(plans: list[Plan], tried: dict[int, Prediction], low: int, high: int, budget: Budget) -> int:
-        """Where to look next: a chunk's own bytes are about proportional to it."""
+        """Where to look next between a plan that is too large (before `low`) and one that fits (`high`): a chunk's own
+        bytes are about proportional to it."""
         if not tried:
             return (
                 low if len(plans) < 4 else min(range(low, high), key=lambda i: abs((plans[i].chunk_tokens or 0) - 8192))
             )
-        last = tried[max(tried) if low > max(tried) - 1 else min(i for i in tried if i >= high or i < low)]
-        own = last.terms.get("cell", 0)
-        chunk = min(last.plan.chunk_tokens or last.tokens, last.tokens)
+        known = [tried[i] for i in (low - 1, high) if i in tried]
+        last = known[0]
+        at = _chunk(last.plan, last.tokens)
+        each = sum(last.terms.get(name, 0) for name in _SHRINKING) / at
+        if len(known) == 2 and (other := _chunk(known[1].plan, last.tokens)) < at:
+            each = (last.needed_bytes - known[1].needed_bytes) / (at - other)
         for place in range(low, high):
-            there = min(plans[place].chunk_tokens or last.tokens, last.tokens)
-            if last.needed_bytes + own * (there / chunk - 1) <= budget.device:
+            if last.needed_bytes + each * (_chunk(plans[place], last.tokens) - at) <= budget.device:
                 return place
-        return high - 1
+        return high - 1 if len(known) == 2 else (low + high) // 2
 
     def smallest(self, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any] | None = None) -> Prediction:
         """Of the plans that fit host and disk, the one that needs the fewest device bytes (of all, where none fits)."""
@@ -353,6 +365,11 @@ _LONG = 65536
 _SHRINKING = ("cell", "head", "flow", "prologue")
 """What takes less, or may move off the device, with smaller chunks."""
 _AMPLE = 4096
+
+
+def _chunk(plan: Plan, tokens: int) -> int:
+    """Tokens of a plan's chunks of a row."""
+    return min(plan.chunk_tokens or tokens, tokens)
 
 
 def _is_ample(prediction: Prediction) -> bool:
