@@ -71,6 +71,14 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_fixes_that_work(config):
     ).fits
 
 
+@pytest.mark.parametrize(("device", "said"), [("h200", True), ("cpu", False)])
+def test_time_that_the_host_decides_is_said(config, device, said):
+    # Of so small a model every operation is shorter than its launch.
+    options = [] if device == "cpu" else ["--device", device]
+    result = call("plan", config, "--tokens", 64, *options)
+    assert ("a busy host takes longer" in result.output) is said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -113,6 +113,8 @@ def _lines(found: Any, config: Any) -> list[str]:
     lines.append(f"time       {_seconds(found.seconds_per_step)} a step at most{first} (rates {device.source})")
     if found.run_seconds is not None and found.fits:
         lines.append(f"           {duration(found.run_seconds)} for the run")
+    if device.kind == "cuda" and prediction.seconds.launches > 0.25 * prediction.seconds.total:
+        lines.append("           the host launches more slowly than the device computes: a busy host takes longer")
     reach = f"a row of {found.largest_row:,} tokens fits" if found.largest_row else "no row fits"
     lines.append(f"longest    {reach} this budget")
     lines += [f"{'ranks' if number == 0 else '':<10} {line}" for number, line in enumerate(found.ranks.lines())]
