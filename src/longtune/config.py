@@ -27,6 +27,7 @@ from pydantic import (
     Tag,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 
 from longtune.errors import Problem, UserError
@@ -187,6 +188,13 @@ class MemoryPlan(_Section):
     """What the layers below those keep."""
     halves: bool = False
     """Run a cell's backward in two parts: less is alive at once, queries, keys and values are computed again."""
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> MemoryPlan:
+        given = self.model_fields_set
+        if {"keep", "keep_below"} <= given and self.keep in ("nothing", "kv") and self.keep_layers is None:
+            raise ValueError("keep_below is for the layers below keep_layers, which is not given")
+        return self
 
     @model_serializer(mode="wrap")
     def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

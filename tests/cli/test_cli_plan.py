@@ -71,6 +71,33 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_fixes_that_work(config):
     ).fits
 
 
+def test_a_budget_and_keys_of_the_plan_hold_together(config):
+    # As in the config, which gives chunks of 16, so from the command line.
+    for keys in ([], ["--set", "memory={chunk_tokens: 16}"]):
+        found = last_object(call("plan", config, *keys, "--memory", "2GB", "--json"))
+        assert found["plan"]["chunk_tokens"] == 16 and found["budget"]["device"] <= 2e9
+    found = last_object(call("plan", config, "--set", "memory=auto", "--memory", "2GB", "--json"))
+    assert found["budget"]["device"] <= 2e9
+    assert "write it like 24GB" in call("plan", config, "--memory", "abc", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("{keep: everything, keep_layers: 99}", "the model has"),
+        ("{keep: nothing, keep_below: attention}", "keep_layers, which is not given"),
+    ],
+)
+def test_keys_without_an_effect_are_refused(config, keys, message):
+    for command in ("plan", "train"):
+        assert message in call(command, config, "--set", f"memory={keys}", code=2).output
+
+
+def test_a_plan_says_what_the_layers_below_keep(config):
+    words = call("plan", config, "--set", "memory={keep: nothing, keep_layers: 1, keep_below: attention}").output
+    assert "nothing of the last 1 layer kept, attention outputs of the others" in words
+
+
 @pytest.mark.parametrize(("device", "said"), [("h200", True), ("cpu", False)])
 def test_time_that_the_host_decides_is_said(config, device, said):
     # Of so small a model every operation is shorter than its launch.

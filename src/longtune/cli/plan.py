@@ -32,9 +32,9 @@ def plan(
 
     Exit code 3 where it doesn't fit; the fixes that are shown were tried.
     """
-    named = {"model": model, "data": data, "memory": memory}
+    named = {"model": model, "data": data}
     with stages(quiet=as_json) as say:
-        run(lambda: _plan(config, named, columns, set_ or [], device, device_memory, tokens, say), as_json)
+        run(lambda: _plan(config, named, columns, set_ or [], memory, device, device_memory, tokens, say), as_json)
 
 
 def _plan(
@@ -42,6 +42,7 @@ def _plan(
     named: dict[str, str | None],
     columns: str | None,
     overrides: list[str],
+    memory: str | None,
     device: str | None,
     device_memory: str | None,
     tokens: int | None,
@@ -60,6 +61,12 @@ def _plan(
             raise UserError(Problem("plan", "neither a config nor data is named", "name one, or give --tokens N"))
         given.append("data=none")
     config = load_config(path, given)
+    if memory is not None:
+        budget = memory_bytes(memory)
+        if isinstance(config.memory, str):
+            config = load_config(path, [*given, *as_overrides({"memory": memory})])
+        elif budget is not None and device_memory is None:
+            device_memory = memory  # Beside keys of the plan, which stay.
 
     from longtune.train.planning import plan as plan_run
 
@@ -124,17 +131,18 @@ def _lines(found: Any, config: Any) -> list[str]:
 
 
 def _plan_words(plan: Any) -> str:
-    chunk = "the row in one chunk" if plan.chunk_tokens is None else f"chunks of {plan.chunk_tokens:,} tokens"
-    kept = {"everything": "all activations", "attention": "attention outputs", "kv": "keys and values"}.get(plan.keep)
+    chunk = "the row in one chunk" if plan.chunk_tokens is None else f"chunks of {counted(plan.chunk_tokens, 'token')}"
+    names = {"everything": "all activations", "attention": "attention outputs", "kv": "keys and values"}
+    kept = names.get(plan.keep)
     if plan.keep == "everything" and plan.keep_layers is None:
         return f"{chunk}, {kept} kept"
     layers = "all layers" if plan.layers_per_segment is None else counted(plan.layers_per_segment, "layer")
-    if kept is None:
-        what = "nothing else kept"
-    elif plan.keep_layers is None:
-        what = f"{kept} kept"
+    if plan.keep_layers is None:
+        what = f"{kept or 'nothing else'} kept"
     else:
-        what = f"{kept} of the last {counted(plan.keep_layers, 'layer')} kept"
+        last = counted(plan.keep_layers, "layer")
+        below = names.get(plan.keep_below, "nothing")
+        what = f"{kept or 'nothing'} of the last {last} kept, {below} of the others"
     return f"{chunk}, {layers} a segment, boundaries on the {plan.boundary_store}, {what}"
 
 
@@ -143,4 +151,8 @@ def _gib(size: int) -> str:
 
 
 def _seconds(value: float) -> str:
+    from longtune.watch.view import duration
+
+    if value >= 600:
+        return duration(value)
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"

@@ -110,6 +110,7 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
     except (UserError, NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         return _unpredicted(config, device, error)
     with planner:
+        _check_layers(planner, fixed)
         row = _longest(config, data)
         budget = _budget(config, device)
         if at_most is not None:
@@ -139,6 +140,13 @@ def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest
     if not cost.compiling_pays(eager, compiled, steps, any_size=one_chunk):
         return False, ""
     return True, f"; layers compiled, which saves about {eager - compiled:.2g} s of each step"
+
+
+def _check_layers(planner: Planner, fixed: Mapping[str, Any]) -> None:
+    kept, there = fixed.get("keep_layers"), planner.forecaster.ghost.layers
+    if kept is not None and kept > there:
+        fix = f"give {there} at most, or leave the key out for all of them"
+        raise UserError(Problem("memory.keep_layers", f"{kept} layers, and the model has {there}", fix))
 
 
 def _choose(planner: Planner, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]) -> Prediction | None:
@@ -337,6 +345,7 @@ def plan(
     fixed = given_keys(config.memory)
     one_pass, accumulate = config.method == "sft", config.train.accumulate
     with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
+        _check_layers(planner, fixed)
         shape = Row.of(row)
         say(f"looking for the fastest plan for {shape.tokens:,} tokens")
         chosen = planner.choose(row, budget, fixed)
