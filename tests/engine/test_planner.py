@@ -14,6 +14,7 @@ from longtune.engine.devices import Device, known
 from longtune.engine.forecast import Row
 from longtune.engine.meter import CLASSES
 from longtune.engine.planner import Planner
+from longtune.engine.workspace import Work
 from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from tests.support import tiny_config, tiny_model
@@ -207,6 +208,14 @@ def test_compiled_layers_move_less_and_compute_the_same(planner):
 )
 def test_compiling_pays_where_it_saves_more_than_it_takes(steps, any_size, pays):
     assert cost.compiling_pays(5.8, 5.2, steps, any_size) is pays
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(1e12, 2.0), (1e11, 10.0)])
+def test_skinny_products_take_what_bounds_them(rate, seconds):
+    # 1e12 operations, and 2e10 bytes at 1e10 a second.
+    device = replace(CARD, kind="cpu", products=rate, bandwidth=1e10, launch=0.0)
+    work = Work(thin_products=1e12, thin_bytes=2e10)
+    assert sum(getattr(cost._phase(work, device), name) for name in ("products", "memory")) == pytest.approx(seconds)
 
 
 def test_compiling_what_gets_no_faster_never_pays():

@@ -89,7 +89,11 @@ def _phase(work: Work, device: Device) -> Seconds:
     products = work.products / device.products
     # Two products forward, five backward (the scores are made again).
     attention = 2 * work.forward / device.forward + 5 * work.backward / device.backward
-    memory = (work.moved + work.thin_bytes) / device.bandwidth
+    arithmetic, reading = work.thin_products / device.products, work.thin_bytes / device.bandwidth
+    if arithmetic > reading:
+        products += arithmetic  # As on most CPUs.
+        reading = 0.0
+    memory = work.moved / device.bandwidth + reading
     launching = work.launches * device.launch
     if device.kind == "cpu":
         return Seconds(products, attention, memory, launching, 0.0, 0.0)

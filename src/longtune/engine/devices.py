@@ -114,6 +114,9 @@ def names() -> list[str]:
 # Fitted to steps of three models on one H200 (bench/results/README.md). A host that is busy with other work launches
 # more slowly, by up to two thirds, and not always by the same.
 _PRODUCTS, _BANDWIDTH, _LAUNCH = 0.95, 0.54, 4.8
+_CPU_LAUNCH = 30.0
+"""The same on a CPU, where a bare operation costs 1 us: also what the many small products of a short row take beyond
+their arithmetic (SmolLM2 at 38 and 512 tokens)."""
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, heads: int = 8, key_heads: int = 8, width: int = 64) -> Device:
@@ -136,7 +139,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, heads: int = 8, key_hea
     small = torch.ones(8, device=device)
     # Many short rounds: the best of few is what others on the host leave of it.
     launch = _seconds(lambda: [small + small for _ in range(32)], device, rounds=12) / 32
-    launch *= _LAUNCH if cuda else 1.0
+    launch *= _LAUNCH if cuda else _CPU_LAUNCH
     return Device(
         name=torch.cuda.get_device_name(device) if cuda else device.type,
         kind=device.type,

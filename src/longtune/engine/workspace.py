@@ -17,14 +17,16 @@ class Work:
     """What a stretch of a walk computes.
 
     Attributes:
-        products: floating-point operations of matrix products that arithmetic bounds.
-        thin_bytes: bytes read and written by matrix products that memory bounds.
+        products: floating-point operations of matrix products that arithmetic bounds on any device.
+        thin_products, thin_bytes: floating-point operations, and bytes read and written, of matrix products that memory
+            bounds on a GPU.
         moved: bytes read and written by everything else on the device.
         forward, backward: query-key pairs x heads x (key + value width) of attention.
         launches: operations.
     """
 
     products: float = 0.0
+    thin_products: float = 0.0
     thin_bytes: float = 0.0
     moved: float = 0.0
     forward: float = 0.0
@@ -33,6 +35,7 @@ class Work:
 
     def add(self, other: Work) -> None:
         self.products += other.products
+        self.thin_products += other.thin_products
         self.thin_bytes += other.thin_bytes
         self.moved += other.moved
         self.forward += other.forward
@@ -49,10 +52,10 @@ class Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
 
 
-FIELDS = ("products", "thin_bytes", "moved", "forward", "backward", "launches")
+FIELDS = ("products", "thin_products", "thin_bytes", "moved", "forward", "backward", "launches")
 
 _THIN = 100.0
-"""Floating-point operations per byte below which a matrix product is bound by memory."""
+"""Floating-point operations per byte below which a matrix product may be bound by memory."""
 
 
 def _size(x: Any) -> int:
@@ -112,7 +115,7 @@ def work_of(name: str, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Work
         flops = 2.0 * a.numel() * b.shape[-1]
         moved = float(_size(a) + _size(b) + _size(outs[0]))
         if flops < _THIN * moved:
-            return Work(thin_bytes=moved, launches=1)
+            return Work(thin_products=flops, thin_bytes=moved, launches=1)
         return Work(products=flops, launches=1)
     if "attention" in name:
         return _attention(name, args, kwargs)
