@@ -17,13 +17,14 @@ import longtune
 
 ROOMS = Path(longtune.__file__).parent
 
-CORE = {"tree", "errors"}
+CORE = {"tree", "errors", "fallback"}
 LOWER = CORE | {"attention", "model"}
 STEP = LOWER | {"objective", "head", "engine"}
 
 MAY_USE = {
     # What everything stands on.
     "errors": set(),
+    "fallback": set(),
     "tree": {"errors"},
     "attention": CORE,
     "model": CORE,

@@ -206,20 +206,23 @@ class TestChoice:
         from longtune.attention import triton_path
         from longtune.head import select as head_select
         from longtune.head import triton_logits
+        from longtune.model import lora_kernels, triton_here
 
         def broken(device):
             raise RuntimeError("Failed to find C compiler.\nSecond line")
 
-        for module, owner in ((select, triton_path), (head_select, triton_logits)):
+        rooms = ((select, triton_path), (head_select, triton_logits), (triton_here, lora_kernels))
+        for module, owner in rooms:
             monkeypatch.setattr(owner, "probe", broken)
             module.triton_fault.cache_clear()
             fault = module.triton_fault(torch.device("cuda", 7))
             assert fault is not None and fault.endswith("(RuntimeError: Failed to find C compiler.)")
 
-    def test_the_probes_of_both_rooms_run(self):
+    def test_the_probes_of_all_rooms_run(self):
         pytest.importorskip("triton")
         from longtune.attention import triton_path
         from longtune.head import triton_logits
+        from longtune.model import lora_kernels
 
-        for probe in (triton_path.probe, triton_logits.probe):
+        for probe in (triton_path.probe, triton_logits.probe, lora_kernels.probe):
             probe(torch.device("cuda" if CUDA else "cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +11,7 @@ from longtune.attention.kernels import CpuFlash, CudaEfficient, CudaFlash, Cudnn
 from longtune.attention.path import PathAttention, PathKernel
 from longtune.attention.triton_path import TritonPath
 from longtune.attention.varlen import VarlenFlash
+from longtune.fallback import fault_of
 
 KERNELS: dict[str, type] = {
     "reference": Reference,
@@ -88,12 +88,10 @@ def cuda_path_kernels(name: str, triton: bool) -> list[tuple[PathKernel, str]]:
 @cache
 def triton_fault(device: torch.device) -> str | None:
     """Why Triton's kernels can't run on a CUDA device, or None where they do: one is tried."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        from longtune.attention.triton_path import probe
 
-        probe(device)
-    except Exception as error:  # Whatever is missing (a C compiler, a driver, ...): others take its place.
-        return f"triton's kernels don't run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
-    return None
+    def try_one() -> None:
+        from longtune.attention import triton_path
+
+        triton_path.probe(device)
+
+    return fault_of(try_one)

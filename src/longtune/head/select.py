@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from longtune.fallback import fault_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,10 @@ def choose(device: torch.device, dtype: torch.dtype) -> Choice:
 @cache
 def triton_fault(device: torch.device) -> str | None:
     """Why the kernel can't run on a CUDA device, or None where it does: it is tried."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        from longtune.head.triton_logits import probe
 
-        probe(device)
-    except Exception as error:  # Whatever is missing (a C compiler, a driver, ...), the chunked head takes its place.
-        return f"triton's kernels don't run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
-    return None
+    def try_one() -> None:
+        from longtune.head import triton_logits
+
+        triton_logits.probe(device)
+
+    return fault_of(try_one)

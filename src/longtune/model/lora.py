@@ -18,12 +18,12 @@ from peft.tuners import lora
 from torch import nn
 from torch.nn import functional as F
 
-from longtune.attention.select import triton_fault
 from longtune.model.expert_lora import lean_stack
 from longtune.model.experts import stack_owners
 from longtune.model.members import modules_of
 from longtune.model.packed import PackedLinear, dequantise
 from longtune.model.packed.modules import frozen_linear
+from longtune.model.triton_here import triton_fault
 
 Numbers = torch.Tensor | Callable[[torch.dtype], torch.Tensor]
 """A frozen weight [out, in], or what gives it in a dtype."""

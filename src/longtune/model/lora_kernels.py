@@ -119,3 +119,10 @@ def up_gradients(dy_NO: torch.Tensor, up_OR: torch.Tensor, low_NR: torch.Tensor)
             num_stages=3,
         )
     return dlow.sum(0), dup.sum(0)
+
+
+def probe(device: torch.device) -> None:
+    """Compile and run the smaller kernel; raises whatever is wrong with triton on a device."""
+    ones = torch.ones(16, 16, device=device)
+    if not bool((expand(ones, ones) == 16).all()):
+        raise RuntimeError("a sum of 16 ones was not 16")

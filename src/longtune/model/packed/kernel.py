@@ -6,12 +6,12 @@ made and writes nothing but the result, so that it runs at the speed of memory.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 
 import torch
 
 from longtune.model.packed.formats import Format, Mode, dequantise_reference, scale_table, value_table
+from longtune.model.triton_here import triton_fault
 
 
 def dequantise_rows(
@@ -34,13 +34,9 @@ def dequantise_rows(
 
 
 def uses_triton(out: torch.Tensor) -> bool:
-    """Whether the Triton kernel fills this tensor: on CUDA with triton installed, but not in fp64."""
-    return out.is_cuda and out.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
-
-
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether the Triton kernel fills this tensor: on CUDA where triton runs, but not in fp64."""
+    known = out.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return out.is_cuda and known and triton_fault(out.device) is None
 
 
 @cache
