@@ -3,7 +3,8 @@
 Long rows (a chunk of 8,192 tokens against paths of 8K to 128K), a sliding window, a softcap, and packed short rows
 (single sequences, and pairs that share a prompt). Each way is first compared with explicit fp64 attention on a short
 row of the same kind. TFLOP/s count the pairs of query and key that the mask allows: 4 D H each forward, 10 D H
-backward.
+backward. "One call" is what a kernel of torch reaches at best on such a shape: the chunk's queries and all keys,
+without a mask.
 
     python bench/attention.py --out attention.json
     python bench/attention.py --dtype float32   # what fp32 models get
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from common import machine, preference_tree
 
-from longtune.attention.kernels import CudaEfficient, CudaFlash, Cudnn, Reference
+from longtune.attention.kernels import CudaEfficient, CudaFlash, Cudnn, Kernel, Reference
 from longtune.attention.path import PathAttention, Score
 from longtune.attention.store import KVStore
 from longtune.attention.triton_path import Blocks, Sizes, TritonPath
@@ -66,6 +67,9 @@ WAYS: dict[str, Callable[[], PathAttention]] = {
 }
 
 
+ONE_CALL: dict[str, Callable[[], Kernel]] = {"cudnn, one call": Cudnn, "flash, one call": CudaFlash}
+
+
 def sequence(tokens: int) -> Tree:
     return Tree.sequence(torch.zeros(tokens, dtype=torch.int64))
 
@@ -92,7 +96,7 @@ def pairs(count: int, prompt: int, answer: int) -> Callable[[], Forest]:
 def cases() -> list[Case]:
     scale = LLAMA[2] ** -0.5
     plain, window, capped = Score(scale), Score(scale, window=4096), Score(scale, 50.0)
-    blocks = ("cudnn blocks", "flash blocks", "triton")
+    blocks = (*ONE_CALL, "cudnn blocks", "flash blocks", "triton")
     masked = ("flash varlen", "triton", "cudnn blocks")
     spans = ("flash varlen", "triton", "flash blocks")
     one = long(1536)
@@ -214,12 +218,37 @@ def timed(case: Case, attention: PathAttention, repeats: int, dtype: torch.dtype
     chunk = work.chunks[-1]
     q, dout = work.of(work.q, chunk), work.of(work.dout, chunk)
     out, lse = attention.forward(q, work.store, chunk, case.score)
+    return measured(
+        lambda: attention.forward(q, work.store, chunk, case.score),
+        lambda: attention.backward(dout, q, out, lse, work.store, chunk, case.score),
+        4 * case.shape[2] * case.shape[0] * pairs_seen(chunk, case.score.window),
+        repeats,
+    )
+
+
+def timed_whole(case: Case, kernel: Kernel, repeats: int, dtype: torch.dtype) -> dict[str, float]:
+    """One call of a kernel over the chunk's queries and all keys."""
+    work = Work(case.row(), case.chunk, case.shape, dtype, "cuda")
+    chunk, k, v, scale = work.chunks[-1], work.k, work.v, case.score.scale
+    q, dout = work.of(work.q, chunk), work.of(work.dout, chunk)
+    out, lse = kernel.forward(q, k, v, scale=scale)
+    return measured(
+        lambda: kernel.forward(q, k, v, scale=scale),
+        lambda: kernel.backward(dout, q, k, v, out, lse, scale=scale),
+        4 * case.shape[2] * case.shape[0] * q.shape[2] * k.shape[2],
+        repeats,
+    )
+
+
+def measured(
+    run_forward: Callable[[], object], run_backward: Callable[[], object], operations: float, repeats: int
+) -> dict[str, float]:
+    """Times, rates and extra memory of a forward of so many operations, and of its backward."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    forward = milliseconds(lambda: attention.forward(q, work.store, chunk, case.score), repeats)
-    backward = milliseconds(lambda: attention.backward(dout, q, out, lse, work.store, chunk, case.score), repeats)
-    work_forward = 4 * case.shape[2] * case.shape[0] * pairs_seen(chunk, case.score.window) / 1e9
+    forward, backward = milliseconds(run_forward, repeats), milliseconds(run_backward, repeats)
+    work_forward = operations / 1e9
     return {
         "forward_ms": forward,
         "backward_ms": backward,
@@ -253,10 +282,14 @@ def race(
                 continue
             entry: dict[str, object] = {"case": case.name, "way": way}
             try:
-                attention = WAYS[way]()
-                entry["error"] = error(case, attention, "cuda" if torch.cuda.is_available() else "cpu", dtype)
-                if torch.cuda.is_available():
-                    entry.update(timed(case, attention, repeats, dtype))
+                cuda = torch.cuda.is_available()
+                if way in WAYS:
+                    attention = WAYS[way]()
+                    entry["error"] = error(case, attention, "cuda" if cuda else "cpu", dtype)
+                    if cuda:
+                        entry.update(timed(case, attention, repeats, dtype))
+                elif cuda:
+                    entry.update(timed_whole(case, ONE_CALL[way](), repeats, dtype))
             except Exception as fault:  # One way that fails must not end the race; it is shown.
                 entry["failed"] = f"{type(fault).__name__}: {str(fault)[:300]}"
             rows.append(entry)
@@ -265,11 +298,11 @@ def race(
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    print(f"{'case':<28}{'way':<14}{'fwd ms':>8} {'TF/s':>5} {'bwd ms':>8} {'TF/s':>5} {'GiB':>6} {'error':>9}")
+    print(f"{'case':<28}{'way':<17}{'fwd ms':>8} {'TF/s':>5} {'bwd ms':>8} {'TF/s':>5} {'GiB':>6} {'error':>9}")
     keys = ("forward_ms", "forward_tflops", "backward_ms", "backward_tflops", "extra_gib", "error")
     for row in rows:
         cells = "{:>8.2f} {:>5.0f} {:>8.2f} {:>5.0f} {:>6.2f} {:>9.1e}".format(*(row.get(k, math.nan) for k in keys))
-        print(f"{row['case']:<28}{row['way']:<14}{cells} {row.get('failed', '')}")
+        print(f"{row['case']:<28}{row['way']:<17}{cells} {row.get('failed', '')}")
 
 
 CANDIDATES = {
@@ -316,7 +349,7 @@ def tune(names: list[str], repeats: int, save: Callable[[list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="words of the names of cases")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, help="all by default")
+    parser.add_argument("--ways", nargs="*", choices=[*WAYS, *ONE_CALL], help="all by default")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tune", nargs="*", metavar="CASE", help="try tile sizes of the Triton kernels")
