@@ -1,6 +1,6 @@
 """Triton kernels for the skinny products of a LoRA linear with a wide output, where memory is the limit.
 
-Shapes: N tokens, O outputs, R the rank (at most 16). `expand` writes low B^T faster than a library's product of such a
+Shapes: N tokens, O outputs, R the rank. `expand` writes low B^T faster than a library's product of such a
 shape; `up_gradients` reads d(output) once for both gradients that are made of it. The figures are in docs/kernels.md.
 """
 
@@ -11,9 +11,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-RANK = 16
-"""The largest rank; smaller ones are padded in registers."""
 
 _EXPAND_ROWS, _EXPAND_COLUMNS = 64, 256
 _ROWS, _COLUMNS, _PARTS = 32, 256, 8
@@ -78,6 +75,11 @@ def up_gradients_kernel(
     tl.store(to, dup, mask=wide[:, None] & real)
 
 
+def _block_of(rank: int) -> int:
+    """The rank as tiles hold it, padded in registers: products take 16 columns at least."""
+    return max(16, triton.next_power_of_2(rank))
+
+
 def expand(low_NR: torch.Tensor, up_OR: torch.Tensor) -> torch.Tensor:
     """low B^T [N, O] in their dtype; the last axis of `low` is dense, B is contiguous."""
     (N, R), O = low_NR.shape, up_OR.shape[0]
@@ -85,7 +87,7 @@ def expand(low_NR: torch.Tensor, up_OR: torch.Tensor) -> torch.Tensor:
     grid = (triton.cdiv(O, _EXPAND_COLUMNS), triton.cdiv(N, _EXPAND_ROWS))
     with torch.cuda.device_of(low_NR):
         expand_kernel[grid](
-            low_NR, up_OR, y_NO, N, O, R, low_NR.stride(0), _EXPAND_ROWS, _EXPAND_COLUMNS, RANK, num_warps=4
+            low_NR, up_OR, y_NO, N, O, R, low_NR.stride(0), _EXPAND_ROWS, _EXPAND_COLUMNS, _block_of(R), num_warps=4
         )
     return y_NO
 
@@ -114,7 +116,7 @@ def up_gradients(dy_NO: torch.Tensor, up_OR: torch.Tensor, low_NR: torch.Tensor)
             part,
             _ROWS,
             _COLUMNS,
-            RANK,
+            _block_of(R),
             num_warps=4,
             num_stages=3,
         )
