@@ -3,8 +3,8 @@
 Long rows (a chunk of 8,192 tokens against paths of 8K to 128K), a sliding window, a softcap, and packed short rows
 (single sequences, and pairs that share a prompt). Each way is first compared with explicit fp64 attention on a short
 row of the same kind. TFLOP/s count the pairs of query and key that the mask allows: 4 D H each forward, 10 D H
-backward. "One call" is what a kernel of torch reaches at best on such a shape: the chunk's queries and all keys,
-without a mask.
+backward. "One call" is what a kernel of torch reaches at best on such a shape: the chunk's queries and all keys, without
+a mask where the chunk has a past (torch's cuDNN has no causal mask of a rectangle).
 
     python bench/attention.py --out attention.json
     python bench/attention.py --dtype float32   # what fp32 models get
@@ -27,7 +27,9 @@ import torch
 from common import machine, preference_tree
 
 from longtune.attention.kernels import CudaEfficient, CudaFlash, Cudnn, Kernel, Reference
+from longtune.attention.merge import merge, merge_fused
 from longtune.attention.path import PathAttention, Score
+from longtune.attention.select import fuses_merging
 from longtune.attention.store import KVStore
 from longtune.attention.triton_path import Blocks, Sizes, TritonPath
 from longtune.attention.varlen import VarlenFlash
@@ -57,10 +59,16 @@ class Case:
     shape: Shape = LLAMA
 
 
+def blocks(kernel: Kernel) -> PathAttention:
+    """Blocks of a kernel, merged as on this machine."""
+    fused = torch.cuda.is_available() and fuses_merging(torch.device("cuda"))
+    return PathAttention(kernel, Reference(), merge=merge_fused if fused else merge)
+
+
 WAYS: dict[str, Callable[[], PathAttention]] = {
-    "cudnn blocks": lambda: PathAttention(Cudnn(), Reference()),
-    "efficient blocks": lambda: PathAttention(CudaEfficient(), Reference()),
-    "flash blocks": lambda: PathAttention(CudaFlash(), Reference()),
+    "cudnn blocks": lambda: blocks(Cudnn()),
+    "efficient blocks": lambda: blocks(CudaEfficient()),
+    "flash blocks": lambda: blocks(CudaFlash()),
     "flash varlen": lambda: PathAttention(CudaFlash(), Reference(), paths=[VarlenFlash()]),
     "triton": lambda: PathAttention(Reference(), Reference(), paths=[TritonPath(always=True)]),
     "reference": lambda: PathAttention(Reference(), Reference()),
@@ -96,15 +104,15 @@ def pairs(count: int, prompt: int, answer: int) -> Callable[[], Forest]:
 def cases() -> list[Case]:
     scale = LLAMA[2] ** -0.5
     plain, window, capped = Score(scale), Score(scale, window=4096), Score(scale, 50.0)
-    blocks = (*ONE_CALL, "cudnn blocks", "flash blocks", "triton")
+    paths = (*ONE_CALL, "cudnn blocks", "flash blocks", "triton")
     masked = ("flash varlen", "triton", "cudnn blocks")
     spans = ("flash varlen", "triton", "flash blocks")
     one = long(1536)
     gemma = Score(0.0625, 50.0, 4096)
     return [
-        Case("path 8K", long(8192), one, 8192, plain, (*blocks, "reference")),
-        Case("path 32K", long(32768), one, 8192, plain, blocks),
-        Case("path 128K", long(131072), one, 8192, plain, blocks),
+        Case("path 8K", long(8192), one, 8192, plain, (*paths, "reference")),
+        Case("path 32K", long(32768), one, 8192, plain, paths),
+        Case("path 128K", long(131072), one, 8192, plain, paths),
         Case("window 4096 of 32K", long(32768), one, 8192, window, masked),
         Case("softcap, path 8K", long(8192), one, 8192, capped, ("triton", "reference")),
         Case("softcap, path 32K", long(32768), one, 8192, capped, ("triton",)),
@@ -227,15 +235,17 @@ def timed(case: Case, attention: PathAttention, repeats: int, dtype: torch.dtype
 
 
 def timed_whole(case: Case, kernel: Kernel, repeats: int, dtype: torch.dtype) -> dict[str, float]:
-    """One call of a kernel over the chunk's queries and all keys."""
+    """One call of a kernel over the chunk's queries and all keys; causal where the chunk is the row."""
     work = Work(case.row(), case.chunk, case.shape, dtype, "cuda")
     chunk, k, v, scale = work.chunks[-1], work.k, work.v, case.score.scale
+    causal = chunk.size == work.row.size
     q, dout = work.of(work.q, chunk), work.of(work.dout, chunk)
-    out, lse = kernel.forward(q, k, v, scale=scale)
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    pairs = pairs_seen(chunk, None) if causal else q.shape[2] * k.shape[2]
     return measured(
-        lambda: kernel.forward(q, k, v, scale=scale),
-        lambda: kernel.backward(dout, q, k, v, out, lse, scale=scale),
-        4 * case.shape[2] * case.shape[0] * q.shape[2] * k.shape[2],
+        lambda: kernel.forward(q, k, v, scale=scale, causal=causal),
+        lambda: kernel.backward(dout, q, k, v, out, lse, scale=scale, causal=causal),
+        4 * case.shape[2] * case.shape[0] * pairs,
         repeats,
     )
 
@@ -351,7 +361,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="words of the names of cases")
     parser.add_argument("--ways", nargs="*", choices=[*WAYS, *ONE_CALL], help="all by default")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tune", nargs="*", metavar="CASE", help="try tile sizes of the Triton kernels")
     parser.add_argument("--out")
     args = parser.parse_args()

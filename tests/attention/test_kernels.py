@@ -9,6 +9,7 @@ import torch
 
 from longtune.attention import select
 from longtune.attention.kernels import CpuFlash, CudaEfficient, CudaFlash, Cudnn, Reference
+from longtune.attention.merge import merge, merge_fused
 
 CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] >= 9
@@ -146,8 +147,6 @@ def test_layout_of_the_output_gradient_does_not_matter(kernel, device, dtype):
 @pytest.mark.parametrize("kernel, device, dtype", RUNS)
 def test_blocks_merge_exactly(kernel, device, dtype):
     """The backward of each block, given the merged output and log-sum-exp, is its share of the whole gradient."""
-    from longtune.attention.path import _merge
-
     q, k, v, dout = draw((8, 2), 32, 96, 64, 64, dtype, device)
     whole = [x.double().clone().requires_grad_() for x in (q, k, v)]
     truth_out, _ = explicit(*whole, None, 0.125)
@@ -156,9 +155,7 @@ def test_blocks_merge_exactly(kernel, device, dtype):
     out = lse = None
     for block in blocks:
         o, l = kernel.forward(q, k[:, :, block], v[:, :, block], scale=0.125)
-        wide = torch.promote_types(dtype, torch.float32)
-        out, lse = (o.to(wide), l) if out is None else _merge(out, lse, o, l)
-    out = out.to(dtype)
+        out, lse = (o, l) if out is None else merge(out, lse, o, l, last=block is blocks[-1])
     parts = [kernel.backward(dout, q, k[:, :, block], v[:, :, block], out, lse, scale=0.125) for block in blocks]
     found = (
         sum(p[0].double() for p in parts),
@@ -196,6 +193,13 @@ class TestChoice:
 
     def test_elsewhere_nothing_is_added(self):
         assert self.names("cpu-flash", "cpu") == self.names("reference", "cuda") == self.names("reference", "cpu") == []
+
+    def test_blocks_are_merged_by_triton_where_it_runs(self, monkeypatch):
+        for fault, merged in ((None, merge_fused), ("no compiler", merge)):
+            monkeypatch.setattr(select, "triton_fault", lambda device, found=fault: found)
+            for name in ("cudnn", "cuda-flash", "cuda-efficient"):
+                assert select.path_attention(torch.device("cuda"), torch.bfloat16, name)[0].merge is merged
+            assert select.path_attention(torch.device("cpu"), torch.float32)[0].merge is merge
 
     def test_a_kernel_asked_for_by_name_is_the_only_one(self):
         attention, choice = select.path_attention(torch.device("cpu"), torch.float32, "reference")

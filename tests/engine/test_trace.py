@@ -9,10 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from longtune.attention import merge as merging
+from longtune.attention.kernels import Reference
+from longtune.attention.path import PathAttention, Score
+from longtune.attention.store import KVStore
 from longtune.engine import Engine, Plan
 from longtune.engine.forecast import Forecaster, Row
 from longtune.engine.meter import CLASSES, Meter
-from longtune.engine.standins import seen_pairs
+from longtune.engine.standins import MergeStandin, Watch, seen_pairs
 from longtune.engine.trace import Ghost, ghost_of, stored_bytes
 from longtune.engine.unread import NOTHING
 from longtune.model.adapters import add_lora
@@ -270,6 +274,47 @@ def test_what_stands_for_triton_takes_what_it_takes(monkeypatch):
     forest = Forest([random_sequence(20), pair_tree(20, (9, 8))])
     real, ghost = _Tritons(monkeypatch).peaks(model, Plan(chunk_tokens=24), forest)
     assert ghost == pytest.approx(real, rel=0.04)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreter")
+@pytest.mark.parametrize("tokens", [16, 17, 24, 64])
+def test_what_stands_for_merging_takes_and_moves_what_it_does(tokens, monkeypatch):
+    """One block of the past and several, two heads of 16 to one of keys; a chunk of 8, blocks of 8 to 32."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(merging, "FEW", 0)
+    chunk = Forest([random_sequence(tokens)]).chunks(8)[-1]
+    store = KVStore(tokens)
+    keys = torch.randn(1, 1, tokens, 16, dtype=torch.float16)
+    for written in Forest([random_sequence(tokens)]).chunks(8):
+        store.write(written, keys[:, :, written.start : written.end], keys[:, :, written.start : written.end])
+    watch, moved = Watch(), []
+    watch.count = lambda work: moved.append(work.moved)
+    peaks = []
+    for merge in (merging.merge_fused, MergeStandin(watch)):
+        attention = PathAttention(Reference(), Reference(), block_keys=8, merge=merge)
+        with Counter() as counter:
+            out, _ = attention.forward(torch.randn(1, 2, chunk.size, 16).half(), store, chunk, Score(0.25))
+        assert out.dtype == torch.float16
+        peaks.append(counter.peak)
+    assert peaks[0] == peaks[1] and len(moved) >= 1
+    # Two outputs of two bytes read and one written, at least, and three log-sum-exps.
+    assert min(moved) >= 2 * chunk.size * (16 * 3 * 2 + 3 * 4)
+
+
+def test_on_a_gpu_blocks_are_merged_in_one_pass(monkeypatch):
+    """What a chunk of a long row moves is less by what torch's operations would have moved."""
+    model = lora("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    forest, plan = Forest([random_sequence(5 * 8192)]), Plan(chunk_tokens=8192)
+
+    def moved() -> float:
+        ghost = Ghost(model, "cudnn", "cuda")
+        traced = ghost.trace(plan, forest)
+        ghost.close()
+        return sum(slot.work.moved for slot in traced.slots)
+
+    fused = moved()
+    monkeypatch.setattr(Ghost, "_merges", lambda self: False)
+    assert fused < moved()
 
 
 def brute_pairs(chunk, window):

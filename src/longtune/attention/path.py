@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from longtune.attention.kernels import Kernel
+from longtune.attention.merge import Merge, merge
 from longtune.attention.store import KVStore
 from longtune.tree import Chunk, Span
 
@@ -179,10 +180,19 @@ class PathAttention:
         block_keys: keys of a block in the backward; bounds the temporaries of a kernel. A forward has none that grow
             with the keys: its blocks are up to four times as long, so that fewer are merged.
         paths: kernels that compute some chunks as a whole instead; the first that accepts one does.
+        merge: merges the blocks of a forward.
     """
 
-    def __init__(self, kernel: Kernel, fallback: Kernel, block_keys: int = 8192, paths: Sequence[PathKernel] = ()):
+    def __init__(
+        self,
+        kernel: Kernel,
+        fallback: Kernel,
+        block_keys: int = 8192,
+        paths: Sequence[PathKernel] = (),
+        merge: Merge = merge,
+    ):
         self.kernel = kernel
+        self.merge = merge
         self.fallback = fallback
         self.block_keys = block_keys
         self.paths = tuple(paths)
@@ -209,7 +219,6 @@ class PathAttention:
         self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kernel = self._kernel(score)
-        wide = torch.promote_types(q_BHCD.dtype, torch.float32)
         q_BHCD = kernel.arrange(q_BHCD)
         out: torch.Tensor | None = None
         lse: torch.Tensor | None = None
@@ -224,13 +233,14 @@ class PathAttention:
                     q, k, v, scale=score.scale, causal=part.causal, mask=part.mask, softcap=score.softcap
                 )
                 if part.mask is None and len(parts) > 1:
-                    shared = (o.to(wide), l) if shared is None else _merge(*shared, o, l)
-                    if part is not parts[-1]:
+                    last = part is parts[-1]
+                    shared = (o, l) if shared is None else self.merge(*shared, o, l, last=last)
+                    if not last:
                         continue
                     o, l = shared
                 if out is None or lse is None:
                     if part.queries == slice(0, chunk.size):
-                        out, lse = o.to(q.dtype), l
+                        out, lse = o, l
                         continue
                     out = q.new_empty(*q_BHCD.shape[:3], o.shape[3])
                     lse = l.new_empty(q_BHCD.shape[:3])
@@ -291,12 +301,3 @@ class PathAttention:
                     at += size
         assert dq is not None
         return dq.to(q_BHCD.dtype)
-
-
-def _merge(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the union of two disjoint key sets, from the softmax over each; `out` is overwritten."""
-    total = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - total)[..., None]).addcmul_(other_out, torch.exp(other_lse - total)[..., None])
-    return out, total

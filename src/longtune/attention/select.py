@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from longtune.attention.kernels import CpuFlash, CudaEfficient, CudaFlash, Cudnn, Reference
+from longtune.attention.merge import merge, merge_fused
 from longtune.attention.path import PathAttention, PathKernel
 from longtune.attention.triton_path import TritonPath
 from longtune.attention.varlen import VarlenFlash
@@ -54,8 +55,14 @@ def choose(device: torch.device, dtype: torch.dtype) -> Choice:
 def path_attention(device: torch.device, dtype: torch.dtype, name: str | None = None) -> tuple[PathAttention, Choice]:
     """The attention for a device and dtype; `name` overrules the choice."""
     choice = Choice(name, "asked for") if name else choose(device, dtype)
-    paths = path_kernels(device, dtype, choice.name)
-    return PathAttention(KERNELS[choice.name](), Reference(), paths=[kernel for kernel, _ in paths]), choice
+    paths = [kernel for kernel, _ in path_kernels(device, dtype, choice.name)]
+    merged = merge_fused if fuses_merging(device) else merge
+    return PathAttention(KERNELS[choice.name](), Reference(), paths=paths, merge=merged), choice
+
+
+def fuses_merging(device: torch.device) -> bool:
+    """Whether the blocks of a forward are merged by Triton's kernel."""
+    return device.type == "cuda" and triton_fault(device) is None
 
 
 def path_kernels(device: torch.device, dtype: torch.dtype, name: str) -> list[tuple[PathKernel, str]]:

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over tree paths: forward, dQ, and dK with dV, from tables of tiles.
+"""Triton kernels of attention over tree paths: forward, dQ, and dK with dV, from tables of tiles; and of merging parts.
 
 `triton_path.py` makes the tables and launches; importing this file needs triton. A query sees a key of its path if
 0 <= position(query) - position(key) < window. A tile of queries lies in one span and lists the column ranges of its
@@ -12,10 +12,19 @@ Scores are kept in base 2: log2(e) is folded into the scale.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **options: Any) -> None:
+    """Launch a kernel on the device of its first tensor: Triton itself takes the current one."""
+    with torch.cuda.device_of(first):
+        kernel[grid](first, *args, **options)
 
 
 @triton.jit
@@ -242,6 +251,54 @@ def delta_kernel(
     out = tl.load(out_ptr + head * stride_oh + rows[:, None] * stride_ot + at_e[None, :], mask=mask, other=0.0)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + head * stride_lh + rows, delta, mask=rows < count)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_kernel(
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    made_ptr,
+    total_ptr,
+    rows,
+    heads,
+    stride_oh,
+    stride_ot,
+    stride_oe,
+    stride_lh,
+    stride_lt,
+    stride_ph,
+    stride_pt,
+    stride_pe,
+    stride_qh,
+    stride_qt,
+    stride_mh,
+    stride_mt,
+    stride_me,
+    stride_th,
+    stride_tt,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Output and log-sum-exp over two parts; a row is one head of one token. `made` may be `out`."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    real = row < rows
+    token, head = (row // heads).to(tl.int64), row % heads
+    at = tl.arange(0, BLOCK_E)[None, :]
+    one = tl.load(lse_ptr + head * stride_lh + token * stride_lt, mask=real, other=0.0)
+    other = tl.load(part_lse_ptr + head * stride_qh + token * stride_qt, mask=real, other=0.0)
+    highest = tl.maximum(one, other)
+    total = highest + tl.log(tl.exp(one - highest) + tl.exp(other - highest))
+    tl.store(total_ptr + head * stride_th + token * stride_tt, total, mask=real)
+    mask = real[:, None] & (at < WIDTH)
+    token, head = token[:, None], head[:, None]
+    out = tl.load(out_ptr + head * stride_oh + token * stride_ot + at * stride_oe, mask=mask, other=0.0)
+    part = tl.load(part_ptr + head * stride_ph + token * stride_pt + at * stride_pe, mask=mask, other=0.0)
+    made = out.to(tl.float32) * tl.exp(one - total)[:, None] + part.to(tl.float32) * tl.exp(other - total)[:, None]
+    to = made_ptr + head * stride_mh + token * stride_mt + at * stride_me
+    tl.store(to, made.to(made_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -265,7 +265,7 @@ class TritonPath:
         self, q_BHCD: torch.Tensor, store: KVStore, chunk: Chunk, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [1, H, C, E] and log-sum-exp fp32 [1, H, C], sinks left out."""
-        from longtune.attention.triton_kernels import forward_kernel
+        from longtune.attention.triton_kernels import forward_kernel, launch
 
         k, v = store.keys_and_values
         q = _dense(q_BHCD)
@@ -275,7 +275,7 @@ class TritonPath:
         # Token-major, as transformers wants it next.
         out = torch.empty(1, C, H, v.shape[3], dtype=q.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(1, H, C, dtype=torch.float32, device=q.device)
-        _launch(
+        launch(
             forward_kernel,
             (tables.query_tiles.shape[0], H),
             q,
@@ -307,7 +307,7 @@ class TritonPath:
         layout: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
         """dQ [1, H, C, D]; dK and dV go to the store's accumulators."""
-        from longtune.attention.triton_kernels import delta_kernel, dkv_kernel, dq_kernel
+        from longtune.attention.triton_kernels import delta_kernel, dkv_kernel, dq_kernel, launch
 
         k, v = store.keys_and_values
         adds = not store.is_fresh(chunk)
@@ -318,7 +318,7 @@ class TritonPath:
         delta = torch.empty_like(lse)
         options = self._options(q, v, score, chunk, blocks.dq)
         narrow: dict[str, Any] = {"value_width": options["value_width"], "BLOCK_E": options["BLOCK_E"], "BLOCK_M": 64}
-        _launch(
+        launch(
             delta_kernel,
             (-(-C // 64), H),
             dout,
@@ -332,7 +332,7 @@ class TritonPath:
         )
         dq = torch.empty_like(q, memory_format=layout)
         tables = self._tables(chunk, score, q.device, blocks.dq.queries, blocks.dkv.keys)
-        _launch(
+        launch(
             dq_kernel,
             (tables.query_tiles.shape[0], H),
             dout,
@@ -353,7 +353,7 @@ class TritonPath:
             H // k.shape[2],
             **options,
         )
-        _launch(
+        launch(
             dkv_kernel,
             (tables.key_tiles.shape[0], k.shape[2]),
             dout,
@@ -380,19 +380,13 @@ class TritonPath:
         return dq
 
 
-def _launch(kernel: Any, grid: tuple[int, int], first: torch.Tensor, *args: Any, **options: Any) -> None:
-    # Triton launches on the current device, which needn't be that of the tensors.
-    with torch.cuda.device_of(first):
-        kernel[grid](first, *args, **options)
-
-
 def probe(device: torch.device) -> None:
     """Compile and run the smallest kernel; raises whatever is wrong with triton on a device."""
-    from longtune.attention.triton_kernels import delta_kernel
+    from longtune.attention.triton_kernels import delta_kernel, launch
 
     ones, found = torch.ones(16, 16, device=device), torch.empty(1, 16, device=device)
     options = {"value_width": 16, "BLOCK_M": 16, "BLOCK_E": 16}
-    _launch(delta_kernel, (1, 1), ones, ones, found, 16, 0, 16, 0, 16, 16, **options)
+    launch(delta_kernel, (1, 1), ones, ones, found, 16, 0, 16, 0, 16, 16, **options)
     if not bool((found == 16).all()):
         raise RuntimeError(f"a sum of 16 ones gave {float(found[0, 0])}")
 

@@ -1,4 +1,5 @@
-"""Stand-ins, in a trace, for the kernels that compute a whole chunk on CUDA: the same bytes, and exact counts of work.
+"""Stand-ins, in a trace, for the kernels of attention on CUDA that no tensor without memory runs through: the same
+bytes, and exact counts of work.
 
 Which chunks they take is asked of the kernels themselves. FlashAttention-2 over sequences of varying length runs as it
 is on tensors without memory; of Triton's kernels the outputs are made here, as nothing that triton compiles runs
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longtune.attention.merge import fuses, merge, room
 from longtune.attention.path import PathAttention, PathKernel, Score
 from longtune.attention.store import KVStore
 from longtune.attention.triton_path import TritonPath
@@ -138,6 +140,33 @@ def seen_pairs(chunk: Chunk, window: int | None) -> int:
     return total
 
 
-def stand_in(attention: PathAttention, kernels: Sequence[PathKernel], watch: Watch) -> None:
-    """Give an attention that runs without memory what stands for a device's whole-chunk kernels."""
+class MergeStandin:
+    """The contract of `merge.Merge`: what `merge_fused` takes and moves."""
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def __call__(
+        self,
+        out_BHSE: torch.Tensor,
+        lse_BHS: torch.Tensor,
+        part_BHSE: torch.Tensor,
+        part_lse_BHS: torch.Tensor,
+        *,
+        last: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not fuses(part_BHSE):
+            return merge(out_BHSE, lse_BHS, part_BHSE, part_lse_BHS, last=last)
+        made, total = room(out_BHSE, part_BHSE, last)
+        if self._watch.count is not None:
+            passed = (out_BHSE, lse_BHS, part_BHSE, part_lse_BHS, made, total)
+            self._watch.count(Work(moved=float(sum(x.numel() * x.element_size() for x in passed)), launches=1))
+        return made, total
+
+
+def stand_in(attention: PathAttention, kernels: Sequence[PathKernel], merges: bool, watch: Watch) -> None:
+    """Give an attention that runs without memory what stands for a device's whole-chunk kernels and, where the device
+    `merges` blocks by a kernel, for that."""
     attention.paths = tuple(Standin(kernel, attention.kernel.name, watch) for kernel in kernels)
+    if merges:
+        attention.merge = MergeStandin(watch)

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from longtune.attention.merge import merge_fused
 from longtune.attention.path import PathKernel
 from longtune.attention.select import cuda_path_kernels
 from longtune.engine.boundary import Store
@@ -192,7 +193,7 @@ class Ghost:
         model = self._source if there else ghost_of(self._source, self._depth)
         with Meter(self.grain, self.device, self._shapes):
             engine = Engine(model, Plan(), attention=self._attention)
-            stand_in(engine.port.attention, self._path_kernels(), self._watch)
+            stand_in(engine.port.attention, self._path_kernels(), self._merges(), self._watch)
         if self._like is not None:
             engine.unchunkable = self._like.unchunkable
         return engine
@@ -212,6 +213,12 @@ class Ghost:
         if self._like is not None and self._like.stack.device.type == "cuda":
             return self._like.port.attention.paths
         return [kernel for kernel, _ in cuda_path_kernels(self._attention, triton=True)]
+
+    def _merges(self) -> bool:
+        """Whether the device that is stood for merges blocks by a kernel; as above."""
+        if self.device == "cuda" and self._like is not None and self._like.stack.device.type == "cuda":
+            return self._like.port.attention.merge is merge_fused
+        return self.device == "cuda"
 
     @property
     def known(self) -> Engine:
