@@ -59,16 +59,16 @@ class Case:
     shape: Shape = LLAMA
 
 
-def blocks(kernel: Kernel) -> PathAttention:
+def in_blocks(kernel: Kernel) -> PathAttention:
     """Blocks of a kernel, merged as on this machine."""
     fused = torch.cuda.is_available() and fuses_merging(torch.device("cuda"))
     return PathAttention(kernel, Reference(), merge=merge_fused if fused else merge)
 
 
 WAYS: dict[str, Callable[[], PathAttention]] = {
-    "cudnn blocks": lambda: blocks(Cudnn()),
-    "efficient blocks": lambda: blocks(CudaEfficient()),
-    "flash blocks": lambda: blocks(CudaFlash()),
+    "cudnn blocks": lambda: in_blocks(Cudnn()),
+    "efficient blocks": lambda: in_blocks(CudaEfficient()),
+    "flash blocks": lambda: in_blocks(CudaFlash()),
     "flash varlen": lambda: PathAttention(CudaFlash(), Reference(), paths=[VarlenFlash()]),
     "triton": lambda: PathAttention(Reference(), Reference(), paths=[TritonPath(always=True)]),
     "reference": lambda: PathAttention(Reference(), Reference()),
