@@ -3,8 +3,8 @@
 Long rows (a chunk of 8,192 tokens against paths of 8K to 128K), a sliding window, a softcap, and packed short rows
 (single sequences, and pairs that share a prompt). Each way is first compared with explicit fp64 attention on a short
 row of the same kind. TFLOP/s count the pairs of query and key that the mask allows: 4 D H each forward, 10 D H
-backward. "One call" is what a kernel of torch reaches at best on such a shape: the chunk's queries and all keys, without
-a mask where the chunk has a past (torch's cuDNN has no causal mask of a rectangle).
+backward. "One call" is what a kernel of torch reaches at best on such a shape: the chunk's queries and all keys,
+without a mask where the chunk has a past (torch's cuDNN has no causal mask of a rectangle).
 
     python bench/attention.py --out attention.json
     python bench/attention.py --dtype float32   # what fp32 models get
