@@ -59,19 +59,27 @@ class Case:
     shape: Shape = LLAMA
 
 
-def in_blocks(kernel: Kernel) -> PathAttention:
-    """Blocks of a kernel, merged as on this machine."""
-    fused = torch.cuda.is_available() and fuses_merging(torch.device("cuda"))
-    return PathAttention(kernel, Reference(), merge=merge_fused if fused else merge)
+BLOCK_KEYS = 8192
+"""Keys of a block in the backward; four times as many at most in the forward."""
 
 
-WAYS: dict[str, Callable[[], PathAttention]] = {
-    "cudnn blocks": lambda: in_blocks(Cudnn()),
-    "efficient blocks": lambda: in_blocks(CudaEfficient()),
-    "flash blocks": lambda: in_blocks(CudaFlash()),
-    "flash varlen": lambda: PathAttention(CudaFlash(), Reference(), paths=[VarlenFlash()]),
-    "triton": lambda: PathAttention(Reference(), Reference(), paths=[TritonPath(always=True)]),
-    "reference": lambda: PathAttention(Reference(), Reference()),
+def in_blocks(kernel: Callable[[], Kernel]) -> Callable[[int], PathAttention]:
+    """Blocks of so many keys of a kernel, merged as on this machine."""
+
+    def make(keys: int) -> PathAttention:
+        fused = torch.cuda.is_available() and fuses_merging(torch.device("cuda"))
+        return PathAttention(kernel(), Reference(), keys, merge=merge_fused if fused else merge)
+
+    return make
+
+
+WAYS: dict[str, Callable[[int], PathAttention]] = {
+    "cudnn blocks": in_blocks(Cudnn),
+    "efficient blocks": in_blocks(CudaEfficient),
+    "flash blocks": in_blocks(CudaFlash),
+    "flash varlen": lambda keys: PathAttention(CudaFlash(), Reference(), keys, [VarlenFlash()]),
+    "triton": lambda keys: PathAttention(Reference(), Reference(), keys, [TritonPath(always=True)]),
+    "reference": lambda keys: PathAttention(Reference(), Reference(), keys),
 }
 
 
@@ -281,6 +289,7 @@ def race(
     only: list[str] | None,
     ways: list[str] | None,
     dtype: torch.dtype,
+    block_keys: int,
     save: Callable[[list[dict[str, object]]], None],
 ) -> None:
     rows: list[dict[str, object]] = []
@@ -294,7 +303,7 @@ def race(
             try:
                 cuda = torch.cuda.is_available()
                 if way in WAYS:
-                    attention = WAYS[way]()
+                    attention = WAYS[way](block_keys)
                     entry["error"] = error(case, attention, "cuda" if cuda else "cpu", dtype)
                     if cuda:
                         entry.update(timed(case, attention, repeats, dtype))
@@ -362,6 +371,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=[*WAYS, *ONE_CALL], help="all by default")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--block-keys", type=int, default=BLOCK_KEYS, help="of a block in the backward")
     parser.add_argument("--tune", nargs="*", metavar="CASE", help="try tile sizes of the Triton kernels")
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -375,7 +385,7 @@ def main() -> None:
         usual = ["path 32K", "window 4096 of 32K", "softcap, window, width 256", "pairs 400 + 2 x 150"]
         tune(args.tune or usual, args.repeats, save)
     else:
-        race(args.repeats, args.only, args.ways, DTYPES[args.dtype], save)
+        race(args.repeats, args.only, args.ways, DTYPES[args.dtype], args.block_keys, save)
 
 
 if __name__ == "__main__":

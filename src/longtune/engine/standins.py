@@ -34,8 +34,8 @@ class _Pace:
     backward_keys: int = 0
 
 
-_BLOCKS = {"cudnn": _Pace(565, 520), "cuda-flash": _Pace(322, 291)}
-_WHOLE = {"triton": _Pace(450, 332, 800, 480), "flash-varlen": _Pace(322, 291, 700, 450)}
+_BLOCKS = {"cudnn": _Pace(620, 510), "cuda-flash": _Pace(345, 296)}
+_WHOLE = {"triton": _Pace(485, 320, 560, 310), "flash-varlen": _Pace(345, 296, 700, 450)}
 _CAPPED = 0.70
 """What softcap leaves of Triton's rates."""
 
