@@ -14,6 +14,7 @@ from longtune.attention.function import AttentionPort
 from longtune.attention.select import path_attention
 from longtune.engine.boundary import make_store
 from longtune.engine.plan import Plan
+from longtune.engine.proof import Kind, disproof, kind_of
 from longtune.engine.structure import PROBE_TOKENS, learn
 from longtune.engine.unread import Unread
 from longtune.engine.walk import Walk
@@ -38,12 +39,14 @@ class Engine:
         seed: seed of the run, for randomness inside layers (dropout).
         attention: name of an attention kernel, to overrule the choice.
         compile: run the layers through `torch.compile`: each chunk size of a plan compiles them anew, rows of one chunk
-            once for all sizes.
+            once for all sizes. Before the first row of each kind a short one is walked with and without, and the
+            gradients are compared (`proof.py`).
         scratch: folder for boundaries on disk (default: the system's temporary folder).
         on_phase: called after each phase of a walk: ("prologue" | "forward" | "head" | "done", None), and
             ("backward", first layer) after each segment's backward.
-        on_compile_failure: called with the reason when the layers can't be compiled here; the engine then goes on as
-            it would without `compile`. None: such a failure is an error.
+        on_compile_failure: called with the reason when the layers can't be compiled here, or compiled ones give other
+            gradients than plain ones; the engine then goes on as it would without `compile`. None: such a failure is an
+            error.
 
     Attributes:
         attention_choice: the attention kernel and the reason for it.
@@ -84,6 +87,7 @@ class Engine:
             self.head = make_head(self.stack, self.plan.head_chunk)
             self._head_state = self._state_of_head()
             self._unread: tuple[Unread, ...] | None = None
+            self._proved: set[Kind] = set()
             self._open_stores()
             self.unchunkable = self._check()
         except BaseException as error:
@@ -211,7 +215,7 @@ class Engine:
         Returns:
             The micro-batch's additive contributions (`loss` among them), for `objective.metrics`.
         """
-        return self._compiling(lambda: self._accumulate(forest, objective, totals, key))
+        return self._compiling(lambda: self._accumulate(forest, objective, totals, key), proved_on=forest)
 
     def _accumulate(
         self, forest: Forest, objective: Objective, totals: Totals, key: tuple[int, ...]
@@ -246,22 +250,40 @@ class Engine:
         with evaluating(self.model):
             return self._compiling(run)
 
-    def _compiling(self, run: Callable[[], Result]) -> Result:
-        """What `run` gives; where the layers can't be compiled here, once more without. It must leave nothing behind
-        when it fails."""
+    def _compiling(self, run: Callable[[], Result], proved_on: Forest | None = None) -> Result:
+        """What `run` gives; where the layers can't be compiled here, or compiled ones give other gradients than plain
+        ones, without compiling. `run` must leave nothing behind when it fails.
+
+        Args:
+            proved_on: the row whose gradients `run` takes.
+        """
         if not self.compile:
             return run()
+        cause, fix = None, "set compile: false"
         try:
-            return run()
+            reason = None if proved_on is None else self._disproof(proved_on)
+            if reason is None:
+                return run()
         except torch._dynamo.exc.TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)
-            first = (str(cause).strip() or type(cause).__name__).splitlines()[0][:200]
-            reason = f"the layers can't be compiled here ({type(cause).__name__}: {first})"
-            if self.on_compile_failure is None:
-                raise UserError(Problem("compile", reason, "set compile: false, or install a C compiler")) from error
-            self.compile = False
-            self.on_compile_failure(reason)
+            inner = getattr(error, "inner_exception", error)
+            first = (str(inner).strip() or type(inner).__name__).splitlines()[0][:200]
+            reason = f"the layers can't be compiled here ({type(inner).__name__}: {first})"
+            cause, fix = error, "set compile: false, or install a C compiler"
+        if self.on_compile_failure is None:
+            raise UserError(Problem("compile", reason, fix)) from cause
+        self.compile = False
+        self.on_compile_failure(reason)
         return run()
+
+    def _disproof(self, forest: Forest) -> str | None:
+        """Why compiled layers aren't to be trusted with a row; each kind of row is tried once."""
+        kind = kind_of(self, forest)
+        if kind is None or kind in self._proved:
+            return None
+        reason = disproof(self, forest, kind)
+        if reason is None:
+            self._proved.add(kind)
+        return reason
 
     def walk(self, forest: Forest, key: tuple[int, ...], grad: bool) -> Walk:
         """A walk to be driven by hand (used by `longtune.stream`)."""
