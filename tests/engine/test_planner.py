@@ -67,6 +67,24 @@ def test_less_memory_is_never_faster_and_what_is_chosen_fits(planner):
             assert traced.peak <= 1.001 * moving
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_some_plan_holds_is_never_refused(kind):
+    """Where the head is most of a step, and slack most of what smaller chunks save: budgets close to each other."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3, vocab_size=49152)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model = add_lora(model.requires_grad_(False), rank=4, alpha=8).train()
+    device = CARD if kind == "cuda" else replace(CARD, kind="cpu", attention="cpu-flash")
+    with Planner(model, device, process=300 << 20) as planner:
+        row = Row(6000)
+        least = planner.smallest(row, budget(0)).needed_bytes
+        allowed = [budget(least * 1.02**step) for step in range(40)]
+        assert all((found := planner.choose(row, room)) is not None and found.fits(room) for room in allowed)
+        assert planner.choose(row, budget(0.5 * least)) is None
+
+
 def test_where_not_all_layers_can_be_kept_the_last_ones_are(planner):
     row = Row(3072)
     everything = planner.predict(Plan(keep="everything"), row)

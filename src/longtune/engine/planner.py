@@ -176,7 +176,7 @@ class Planner:
         if kind == "cpu" and host:
             terms["host"] = host
         peak = sum(terms.values())
-        moving, keeping = _SLACK.get(kind, (0.08, 0.06))
+        moving, keeping = _SLACK.get(kind, _SLACK["cuda"])
         kept = walk.get("kept", 0)
         slack = max(int(moving * (sum(walk.values()) - kept) + keeping * kept), _LEAST_SLACK.get(kind, 0))
         context = CONTEXT if kind == "cuda" else 0
@@ -230,9 +230,11 @@ class Planner:
                 break
         best = min(found, key=lambda p: p.seconds.total, default=None)
         may_keep = "keep_layers" not in fixed and fixed.get("keep", KEEPS[0]) in KEEPS[:2]
-        if not may_keep or (best is None and "keep" not in fixed):
-            return best
-        return self._with_some_kept(best, row, shape, budget, fixed)
+        if may_keep and (best is not None or "keep" in fixed):
+            best = self._with_some_kept(best, row, shape, budget, fixed)
+        if best is None and (least := self.smallest(row, budget, fixed)).fits(budget):
+            return least  # What is said to fit is found.
+        return best
 
     def _with_some_kept(
         self, best: Prediction | None, row: Forest | Row, shape: Row, budget: Budget, fixed: Mapping[str, Any]
@@ -292,14 +294,21 @@ class Planner:
                 return None  # Smaller chunks are slower still.
             elif prediction.host_bytes > budget.host or prediction.disk_bytes > budget.disk:
                 return None  # Smaller chunks don't change that.
-            elif prediction.needed_bytes - sum(prediction.terms.get(name, 0) for name in _SHRINKING) > budget.device:
+            elif prediction.needed_bytes - self._shrinking(prediction) > budget.device:
                 return None  # Nor this.
             else:
                 low = place + 1
         return tried.get(high)
 
-    @staticmethod
-    def _guess(plans: list[Plan], tried: dict[int, Prediction], low: int, high: int, budget: Budget) -> int:
+    def _shrinking(self, prediction: Prediction) -> int:
+        """Bytes of a plan that smaller chunks may save at most, with the slack that is theirs."""
+        kind = self.device.kind
+        found = sum(prediction.terms.get(name, 0) for name in _SHRINKING)
+        slack = prediction.terms.get("slack", 0) - _LEAST_SLACK.get(kind, 0)
+        found += max(0, min(math.ceil(_SLACK.get(kind, _SLACK["cuda"])[0] * found), slack))
+        return math.ceil((1 + _SPREAD) * found) if kind == "cpu" else found
+
+    def _guess(self, plans: list[Plan], tried: dict[int, Prediction], low: int, high: int, budget: Budget) -> int:
         """Where to look next between a plan that is too large (before `low`) and one that fits (`high`): a chunk's own
         bytes are about proportional to it."""
         if not tried:
@@ -309,7 +318,7 @@ class Planner:
         known = [tried[i] for i in (low - 1, high) if i in tried]
         last = known[0]
         at = _chunk(last.plan, last.tokens)
-        each = sum(last.terms.get(name, 0) for name in _SHRINKING) / at
+        each = self._shrinking(last) / at
         if len(known) == 2 and (other := _chunk(known[1].plan, last.tokens)) < at:
             each = (last.needed_bytes - known[1].needed_bytes) / (at - other)
         for place in range(low, high):

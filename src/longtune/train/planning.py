@@ -190,7 +190,7 @@ def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
         return "set in the config"
     rest = f"; {', '.join(sorted(fixed))} set in the config" if fixed else ""
     source = "free" if given_keys(config.memory) or config.memory == "auto" else "allowed"
-    return f"the fastest that fits {_size(budget.device)} ({source}){rest}"
+    return f"the fastest that fits {_size(budget.device, up=False)} ({source}){rest}"
 
 
 def _does_not_fit(
@@ -199,12 +199,12 @@ def _does_not_fit(
     least = planner.smallest(row, budget, fixed)
     where = "memory"
     what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(least.needed_bytes)} at least"
-    have = f"{_size(budget.device)} may be taken"
+    have = f"{_size(budget.device, up=False)} may be taken"
     if least.needed_bytes <= budget.device:
         off = "host" if least.host_bytes > budget.host else "disk"
         needs, has = (least.host_bytes, budget.host) if off == "host" else (least.disk_bytes, budget.disk)
         what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(needs)} of {off} memory"
-        have = f"{_size(has)} are free"
+        have = f"{_size(has, up=False)} are free"
     fixes = [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
     return DoesNotFit(Problem(where, f"{what}, and {have}", "; or ".join(fixes[:3])))
 
@@ -237,16 +237,20 @@ def find_fixes(
         fix = f"set train.max_tokens to {longest} (train.overlong says what happens to longer rows)"
         found.append((fix, planner.smallest(Row(longest), budget, fixed)))
     if least.needed_bytes > budget.device:
-        what = "set memory to" if planner.device.kind == "cpu" else "use a device with"
-        found.append((f"{what} {_size(least.needed_bytes)}", least))
+        if planner.device.kind == "cpu":
+            # The process itself takes a little more or less each time.
+            found.append((f"set memory to {_size(int(1.05 * least.needed_bytes))}", least))
+        else:
+            found.append((f"use a device with {_size(least.needed_bytes)}", least))
     return found
 
 
-def _size(count: int) -> str:
-    """Bytes, rounded up: what is said to be enough is."""
+def _size(count: int, up: bool = True) -> str:
+    """Bytes, rounded up (what is said to be enough is) or down (so much is there)."""
+    rounded = math.ceil if up else math.floor
     if count >= 1 << 30:
-        return f"{math.ceil(count / (1 << 30) * 10) / 10:.1f} GiB"
-    return f"{math.ceil(count / (1 << 20))} MiB"
+        return f"{rounded(count / (1 << 30) * 10) / 10:.1f} GiB"
+    return f"{rounded(count / (1 << 20))} MiB" if count >= 1 << 20 else f"{rounded(count / (1 << 10))} KiB"
 
 
 # a config alone
