@@ -160,6 +160,15 @@ def test_rows_past_the_models_positions_are_announced(config, tmp_path):
     assert "256" in warning["reason"]
 
 
+@pytest.mark.parametrize("taken, told", [(3 << 30, 1), (1 << 30, 0)])
+def test_what_goes_beyond_the_budget_is_said_once(config, tmp_path, monkeypatch, taken, told):
+    monkeypatch.setattr("longtune.train.measure.peak_bytes", lambda device: taken)
+    train(load_config(config, ["memory=2GiB", "train.steps=3", "train.save_every=1"]))
+    warnings = [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "warning"]
+    found = [reason for reason in warnings if "memory allows" in reason]
+    assert found == ["3.0 GiB were taken at the peak, and memory allows 2.0 GiB"] * told
+
+
 def test_lora_plus_raises_the_rate_of_b_alone(config, tmp_path):
     fast = load_config(config, ["train.steps=2", "lora.lora_plus_ratio=4", f"output={tmp_path / 'fast'}"])
     slow = load_config(config, ["train.steps=2", f"output={tmp_path / 'slow'}"])

@@ -180,9 +180,13 @@ def _longest(config: RunConfig, data: Dataset) -> Forest:
     return Forest([data.trees[i] for i in longest])
 
 
+def asked_bytes(config: RunConfig) -> int | None:
+    """Bytes that the config allows; None where it leaves them open."""
+    return memory_bytes(config.memory) if isinstance(config.memory, str) else None
+
+
 def _budget(config: RunConfig, device: torch.device) -> Budget:
-    asked = memory_bytes(config.memory) if isinstance(config.memory, str) else None
-    return budget_here(device, asked, shutil.disk_usage(tempfile.gettempdir()).free)
+    return budget_here(device, asked_bytes(config), shutil.disk_usage(tempfile.gettempdir()).free)
 
 
 def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
@@ -190,7 +194,7 @@ def _reason(config: RunConfig, budget: Budget, fixed: Mapping[str, Any]) -> str:
         return "set in the config"
     rest = f"; {', '.join(sorted(fixed))} set in the config" if fixed else ""
     source = "free" if given_keys(config.memory) or config.memory == "auto" else "allowed"
-    return f"the fastest that fits {_size(budget.device, up=False)} ({source}){rest}"
+    return f"the fastest that fits {size(budget.device, up=False)} ({source}){rest}"
 
 
 def _does_not_fit(
@@ -198,13 +202,13 @@ def _does_not_fit(
 ) -> DoesNotFit:
     least = planner.smallest(row, budget, fixed)
     where = "memory"
-    what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(least.needed_bytes)} at least"
-    have = f"{_size(budget.device, up=False)} may be taken"
+    what = f"the longest micro-batch has {least.tokens:,} tokens and needs {size(least.needed_bytes)} at least"
+    have = f"{size(budget.device, up=False)} may be taken"
     if least.needed_bytes <= budget.device:
         off = "host" if least.host_bytes > budget.host else "disk"
         needs, has = (least.host_bytes, budget.host) if off == "host" else (least.disk_bytes, budget.disk)
-        what = f"the longest micro-batch has {least.tokens:,} tokens and needs {_size(needs)} of {off} memory"
-        have = f"{_size(has, up=False)} are free"
+        what = f"the longest micro-batch has {least.tokens:,} tokens and needs {size(needs)} of {off} memory"
+        have = f"{size(has, up=False)} are free"
     fixes = [fix for fix, _ in find_fixes(planner, config, row, budget, fixed)]
     return DoesNotFit(Problem(where, f"{what}, and {have}", "; or ".join(fixes[:3])))
 
@@ -224,7 +228,7 @@ def find_fixes(
     roomy = replace(budget, host=1 << 62, disk=1 << 62)
     least = planner.smallest(row, roomy, fixed)
     if least.fits(roomy) and not least.fits(budget):
-        found.append((f"free {_size(least.host_bytes + least.disk_bytes)} of host memory or disk", least))
+        found.append((f"free {size(least.host_bytes + least.disk_bytes)} of host memory or disk", least))
     train = config.train
     longest = planner.largest_row(budget, fixed)
     if isinstance(row, Forest) and len(row.trees) > 1:
@@ -239,13 +243,13 @@ def find_fixes(
     if least.needed_bytes > budget.device:
         if planner.device.kind == "cpu":
             # The process itself takes a little more or less each time.
-            found.append((f"set memory to {_size(int(1.05 * least.needed_bytes))}", least))
+            found.append((f"set memory to {size(int(1.05 * least.needed_bytes))}", least))
         else:
-            found.append((f"use a device with {_size(least.needed_bytes)}", least))
+            found.append((f"use a device with {size(least.needed_bytes)}", least))
     return found
 
 
-def _size(count: int, up: bool = True) -> str:
+def size(count: int, up: bool = True) -> str:
     """Bytes, rounded up (what is said to be enough is) or down (so much is there)."""
     rounded = math.ceil if up else math.floor
     if count >= 1 << 30:

@@ -26,7 +26,7 @@ from longtune.train.evaluate import choose_rows, chosen_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
 from longtune.train.loop import Loop, Progress, RunFailed
-from longtune.train.planning import Planned, batcher, plan_run
+from longtune.train.planning import Planned, asked_bytes, batcher, plan_run, size
 from longtune.train.prepare import Prepared, frozen_adapter, prepare
 from longtune.train.references import Reference, Referenced
 from longtune.train.samples import Samples
@@ -139,6 +139,7 @@ class _ActiveRun:
         samples: Samples | None,
     ):
         self.samples = samples
+        self.told_of_budget = False
         self.config, self.folder, self.prepared, self.events = config, folder, prepared, events
         settings = config.train
         assert settings.learning_rate is not None, "the config is resolved"
@@ -198,6 +199,7 @@ class _ActiveRun:
             self._prune(progress)
             self._refer()
             reason = loop.run()
+            self._tell_of_budget()
             metrics = self._metrics("stopped" if reason else "done")
             if reason:
                 files.write_json(self.folder.metrics, metrics)
@@ -251,6 +253,20 @@ class _ActiveRun:
             plan_reason=planned.reason,
             predicted=_short(planned.predicted),
         )
+
+    def _tell_of_budget(self) -> None:
+        """A process that took more than it was allowed does not end with a word of it by itself, as a device does."""
+        allowed, peak = asked_bytes(self.config), self.loop.peak_bytes()
+        if self.told_of_budget or allowed is None or peak <= allowed:
+            return
+        self.told_of_budget = True
+        why = " (in bf16 on a CPU every new length takes some: docs/memory.md)" if self._rounds_on_cpu else ""
+        reason = f"{size(peak)} were taken at the peak, and memory allows {size(allowed, up=False)}{why}"
+        self.events.emit("warning", step=self.loop.progress.step, reason=reason)
+
+    @property
+    def _rounds_on_cpu(self) -> bool:
+        return self.prepared.device.type == "cpu" and self.engine.stack.dtype == torch.bfloat16
 
     def _not_compiled(self, reason: str) -> None:
         self.events.emit("warning", step=self.loop.progress.step, reason=f"{reason}; the run goes on without")
@@ -325,6 +341,7 @@ class _ActiveRun:
         return self.samples(lambda: self.loop.stopper.reason)
 
     def _save(self, progress: Progress) -> Path:
+        self._tell_of_budget()
         state = {
             "progress": progress.as_dict(),
             "batches": self.batches.state(),
