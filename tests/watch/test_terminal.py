@@ -231,7 +231,8 @@ def test_ctrl_c_detaches_too(tmp_path):
 
 def test_watchers_give_way():
     code = "from longtune.watch.terminal import _give_way; import os; _give_way(); print(os.nice(0))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "10"
+    given = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    assert int(given) == min(19, os.nice(0) + 10)
     assert terminal.INTERVAL >= 1.0
 
 
