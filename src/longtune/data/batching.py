@@ -11,6 +11,7 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from math import ceil
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longtune.data.shares import Share, drawn_in, next_filled
@@ -192,12 +193,18 @@ class Batcher:
         return batches[:count]
 
     def largest(self) -> list[int]:
-        """Indices of the examples of the batch with the most tokens that any epoch can have."""
+        """Indices of the examples of a batch than which none in the run is longer, but for chance: rows of a fractional
+        weight that meet twice, and packed epochs that fill a batch a little better."""
         sizes = self.sizes
-        together = self._batch_size if self._tokens is None else 1
-        longest = heapq.nlargest(together, range(len(sizes)), key=sizes.__getitem__)
-        # A row that comes twice in an epoch may be twice in a batch.
-        found = [*self.plan(next_filled(self._shares, 0)), longest]
+        # The first epoch need not have the longest row, so all rows together stand for the later ones.
+        whole = [
+            row for share in self._shares for row in range(share.first, share.end) for _ in range(ceil(share.weight))
+        ]
+        if self._tokens is None:
+            others = [heapq.nlargest(self._batch_size, whole, key=sizes.__getitem__)]
+        else:
+            others = _pack(whole, sizes, self._tokens)
+        found = [*self.plan(next_filled(self._shares, 0)), *others]
         return max(found, key=lambda batch: sum(sizes[row] for row in batch))
 
     def filled_epochs(self) -> Iterator[int]:
