@@ -209,10 +209,10 @@ def _check_split(
             for batch in reading.batches(part):
                 gathered.add(batch.looks, batch.examples)
                 split.shown += [_shown(e, tokenizer) for e in batch.examples[: show - len(split.shown)]]
-            shares.append(Share(part.name, first, len(gathered.sizes), part.weight))
+            shares.append(Share(part.place, first, len(gathered.sizes), part.weight))
             if not shares[-1].rows:
                 bad = reading.report.dropped + Counter(reading.problems.counts) - before
-                emptied.append(no_rows(part.name, bad))
+                emptied.append(no_rows(part.place, bad))
     split.report, split.shares = reading.report, tuple(shares)
     _find(split, reading, settings, emptied)
     gathered.fill(split, settings, positions)

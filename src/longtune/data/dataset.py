@@ -175,9 +175,9 @@ def _read(
             keep(batch.examples)
             digest.update(batch.examples)
             count += len(batch.examples)
-        shares.append(Share(source.name, first, count, source.weight))
+        shares.append(Share(source.place, first, count, source.weight))
         if count == first:
-            emptied.append(no_rows(source.name, reading.report.dropped - before))
+            emptied.append(no_rows(source.place, reading.report.dropped - before))
     reading.raise_if_any()
     report = reading.report
     if emptied:

@@ -39,6 +39,11 @@ class Source:
     hub: tuple[str, str] | None = None
     weight: float = 1.0
 
+    @property
+    def place(self) -> str:
+        """As a problem names it: its file where it is one."""
+        return str(self.files[0]) if len(self.files) == 1 else self.name
+
 
 Sources = str | Path | Sequence[str | Path | Mapping[str, Any]]
 """A path or hub name, or a list of such or of {"path", "weight"}."""
