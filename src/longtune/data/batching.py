@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLED = 1000
+"""Batches that are enough to stand for all of a run."""
 WALKED = 100_000
 """Batches up to which epochs that differ are gone through one by one to find where a run of so many steps ends."""
 

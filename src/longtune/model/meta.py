@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from longtune.errors import UserError
@@ -63,5 +64,5 @@ def model_positions(name: str, *, trust_remote_code: bool = False) -> int | None
         where, common["gguf_file"] = str(path.parent), path.name
     try:
         return positions_of(AutoConfig.from_pretrained(where, **common))
-    except (OSError, ValueError, LookupError, ImportError):
+    except (OSError, ValueError, LookupError, ImportError, StrictDataclassError):
         return None
