@@ -306,7 +306,7 @@ def _past_positions(split: SplitCheck, tokens: np.ndarray, positions: int) -> li
         Problem(
             split._places[int(row)],
             f"{tokens[row]:,} tokens, and the model was made for {positions:,}: {UNTRAINED}",
-            f"set train.max_tokens to {positions}; train.overlong says what becomes of longer rows",
+            f"set train.max_tokens to {positions} and train.overlong to drop or truncate_right",
         )
         for row in rows[:SHOWN]
     ]
