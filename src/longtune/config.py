@@ -30,7 +30,7 @@ from pydantic import (
     model_validator,
 )
 
-from longtune.errors import Problem, UserError
+from longtune.errors import Problem, UserError, counted
 
 LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-5, "orpo": 1e-5, "simpo": 1e-5}
 """Learning rate of each method where the run names none."""
@@ -73,7 +73,7 @@ class DataSource(_Section):
     path: str
     """A file, a folder or a hub name."""
     weight: float = Field(default=1.0, gt=0.0)
-    """How often each of its rows is seen in an epoch; a fraction draws that share of them anew each epoch."""
+    """How often each of its rows is seen in an epoch; a fraction takes that share of them, another one each epoch."""
 
 
 class LoraConfig(_Section):
@@ -438,8 +438,8 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.epochs", "steps and epochs are both given", "leave one of them out"
     if train.tokens_per_batch is not None and train.batch_size != 1:
         yield "train.tokens_per_batch", "batch_size and tokens_per_batch are both given", "leave one of them out"
-    if train.warmup_steps is not None and train.steps is not None and train.warmup_steps >= train.steps:
-        yield "train.warmup_steps", f"the warm-up is as long as the run ({train.steps} steps)", "shorten it"
+    if train.steps is not None:
+        yield from warmup_refusal(config, train.steps)
     every_save_validated = train.eval_every and train.save_every and train.save_every % train.eval_every == 0
     if train.keep.startswith("best") and not every_save_validated:
         why = "the best checkpoint is known only if every saved step is validated"
@@ -448,6 +448,14 @@ def _refusals(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.keep", f"sft has no {train.keep.removeprefix('best ')}", "use best, by validation loss"
     if len(set(config.track)) < len(config.track):
         yield "track", "a tracker is named twice", "name it once"
+
+
+def warmup_refusal(config: RunConfig, steps: int) -> Iterator[tuple[str, str, str]]:
+    """(key, reason, fix) where a run of so many steps would end within its warm-up."""
+    warmup = config.train.warmup_steps
+    if warmup is not None and warmup >= steps:
+        why = f"the warm-up of {counted(warmup, 'step')} is as long as the run ({counted(steps, 'step')}), or longer"
+        yield "train.warmup_steps", why, f"set it to {steps - 1} at most, or leave it out"
 
 
 class _Loader(yaml.SafeLoader):

@@ -50,6 +50,7 @@ def fault_of_text(text: str) -> str | None:
     return None
 
 
-def counted(count: int, thing: str) -> str:
-    """A number and what it is of, in words: "1 row", "1,200 rows"."""
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+def counted(count: float, thing: str) -> str:
+    """A number and what it is of, in words: "1 row", "1,200 rows"; a fraction to three digits: "0.25 epochs"."""
+    shown = f"{count:,}" if isinstance(count, int) else f"{count:.3g}"
+    return f"{shown} {thing}" + ("" if count == 1 else "s")

@@ -69,6 +69,21 @@ def test_malformed_validation_data(refused, tmp_path):
     assert f"{file}:1" in refused()
 
 
+@pytest.mark.parametrize("name", ["train", "valid"])
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_data_of_which_nothing_is_left_is_named(config, tmp_path, verb, name):
+    file = tmp_path / "data" / f"{name}.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "completion": ""}) + "\n")
+    result = CliRunner().invoke(app, [verb, str(config), "--set", "bad_rows=drop"])
+    assert result.exit_code == 2
+    assert f"{file}: no row of it is left (1 empty answer)" in result.output
+
+
+def test_what_holds_for_training_and_validation_rows_is_said_once(refused):
+    said = refused("--set", "method=dpo", "--set", "train_on=last")
+    assert said.count("train_on") == 1
+
+
 def test_unknown_key_shows_the_nearest(refused):
     said = refused("--set", "lora.rnak=3", "--set", "train.lerning_rate=1")
     assert "lora.rank" in said

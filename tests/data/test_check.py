@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from longtune.data import load_dataset
+from longtune.data import Batcher, load_dataset
 from longtune.data.check import check_data, estimate, has_errors
 from longtune.data.pipeline import Settings
+from longtune.data.run_length import run_length
 from longtune.errors import UserError
 from tests.data.support import CHATML, assistant, make_tokenizer, user
 from tests.data.test_properties import GOOD, mutate
@@ -143,12 +144,46 @@ def test_shown_rows_say_which_tokens_are_trained(write, tokenizer):
 
 def test_the_estimate_is_the_runs_own_count(write, tokenizer):
     (split,) = check(write(*(chat("q", "a " * n) for n in range(1, 8))), tokenizer)
-    settings = {"tokens_per_batch": None, "accumulate": 2, "seed": 0}
-    found = estimate(split, batch_size=2, steps=None, epochs=2.0, **settings)
+    batches = Batcher(split, batch_size=2, longest_first=4)
+    found = estimate(batches, run_length(batches, steps=None, epochs=2.0, accumulate=2))
     assert (found["steps"], found["micro_batches"], found["epochs"]) == (4, 8, 2)
-    assert found["tokens"] == 2 * split.report.tokens
-    assert estimate(split, batch_size=1, steps=3, epochs=None, **settings)["steps"] == 3
+    assert found["tokens"] == 2 * split.report.tokens and found["rows"] == 14
     assert found["largest_batch"] == sum(sorted(split.sizes.tolist())[-2:])
+    assert estimate(batches, run_length(batches, steps=3, epochs=None, accumulate=2))["steps"] == 3
+
+
+def test_weights_are_a_runs(write, tokenizer):
+    paths = [write(*(chat(f"{name} {n}", "a") for n in range(7)), name=f"{name}.jsonl") for name in "ab"]
+    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 0.3), strict=True)]
+    (split,) = check_data({"train": sources}, tokenizer, Settings(), workers=1)
+    data = load_dataset(sources, tokenizer)
+    assert split.shares == data.shares
+    assert Batcher(split, seed=3).plan(5) == Batcher(data, seed=3).plan(5)
+
+
+def test_a_source_of_which_no_row_is_left_is_named(write, tokenizer):
+    good, bad = write(chat("q", "a")), write(chat("q " * 99, ""), chat("q " * 99, "a"), name="bad.jsonl")
+    settings = Settings(bad_rows="drop", overlong="drop", max_tokens=40)
+    (split,) = check_data({"train": [good, bad]}, tokenizer, settings, workers=1)
+    (finding,) = [finding for finding in split.findings if finding.level == "error"]
+    (problem,) = finding.problems
+    assert finding.kind == "no rows" and problem.place == bad
+    assert "1 empty answer" in problem.reason and "1 longer than max_tokens" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "overlong", "count"),
+    [(None, "error", 2), (30, "error", 0), (30, "drop", 0), (30, "truncate_right", 0), (60, "truncate_left", 2)],
+)
+def test_rows_beyond_the_models_positions_are_a_warning(limit, overlong, count, write, tokenizer):
+    path = write(chat("q", "a"), chat("q", "a " * 90), chat("q", "a"), chat("q", "a " * 99))
+    settings = Settings(max_tokens=limit, overlong=overlong)
+    (split,) = check_data({"train": path}, tokenizer, settings, workers=1, positions=40)
+    assert kinds(split, "warning").get("beyond the model's positions", 0) == count
+    if count:
+        (finding,) = [finding for finding in split.findings if finding.kind == "beyond the model's positions"]
+        assert [problem.place for problem in finding.problems] == [f"{path}:2", f"{path}:4"]
+        assert "40" in finding.problems[0].reason and "train.max_tokens to 40" in finding.problems[0].fix
 
 
 def test_forked_processes_find_the_same(write, tokenizer, monkeypatch):

@@ -71,5 +71,5 @@ def test_truncate_left_keeps_the_answer(write, tokenizer):
 
 
 def test_nothing_left_is_an_error(write, tokenizer):
-    with pytest.raises(UserError, match=r"no row is left to train on.*1 longer than max_tokens"):
+    with pytest.raises(UserError, match=r"no row of it is left .*1 longer than max_tokens"):
         load_dataset(write(LONG), tokenizer, max_tokens=5, overlong="drop")

@@ -134,6 +134,24 @@ def test_nothing_shared_gives_two_roots(write):
         ({"chosen": [user("q"), *CHOSEN], "rejected": [user("p"), *REJECTED]}, "from their first message"),
         ({"prompt": "other", "chosen": [user("q"), *CHOSEN], "rejected": [user("q"), *REJECTED]}, "not in them"),
         ({**PAIR, "prompt": ""}, "prompt is empty"),
+        ({**PAIR, "chosen": [user("good")]}, "chosen answer has no message of role assistant, only of user"),
+        ({**PAIR, "rejected": [user("bad")]}, "rejected answer has no message of role assistant, only of user"),
+        ({**PAIR, "chosen": [user("x")], "rejected": [user("y")]}, "chosen answer has no message of role assistant"),
+        (
+            {"chosen": [user("q"), *CHOSEN], "rejected": [user("q")]},
+            "rejected conversation ends .* role user: its answer",
+        ),
+        ({"chosen": [user("q")], "rejected": [user("q"), *REJECTED]}, "chosen conversation ends .* answer is missing"),
+        ({"chosen": [user("x")], "rejected": [user("y")]}, "chosen conversation ends .* answer is missing"),
+        ({"chosen": [user("q")], "rejected": [user("q")]}, "chosen conversation ends .* answer is missing"),
+        (
+            {"chosen": [user("q"), *CHOSEN, user("r"), *CHOSEN], "rejected": [user("q"), *CHOSEN, user("r")]},
+            "rejected conversation ends .* answer is missing",
+        ),
+        ({"chosen": [user("q"), *CHOSEN], "rejected": REJECTED}, "the other an answer alone"),
+        ({**PAIR, "chosen": [user("q"), *CHOSEN]}, "the other an answer alone"),
+        ({**FORMATS["rejected_messages"], "rejected_messages": [user("q")]}, "rejected conversation ends"),
+        ({**FORMATS["openai"], "preferred_output": [user("good")]}, "chosen answer has no message of role assistant"),
         ({"prompt": "q", "completion": "a"}, "needs a chosen and a rejected"),
         ({"chosen": 1, "rejected": 2, "prompt": 3}, "must be a string"),
     ],
@@ -146,6 +164,13 @@ def test_bad_pairs_are_named(row, reason, write, tokenizer):
     good = write(row, PAIR, name="two.jsonl")
     report = load_dataset(good, tokenizer, method="dpo", bad_rows="drop").report
     assert report.kept == 1 and sum(report.dropped.values()) == 1
+
+
+def test_a_fix_never_asks_for_what_is_there(write, tokenizer):
+    row = {**PAIR, "chosen": [user("a"), *CHOSEN], "rejected": [user("b"), *REJECTED]}
+    with pytest.raises(UserError, match="from their first message") as caught:
+        load_dataset(write(row), tokenizer, method="dpo")
+    assert "add a column prompt" not in caught.value.problems[0].fix
 
 
 LONG = {"prompt": [user("q " * 40)], "chosen": [assistant("good")], "rejected": [assistant("bad " * 20)]}
@@ -163,8 +188,9 @@ def test_truncation_treats_the_pair_as_one_tree(write, tokenizer):
     path = write(LONG)
     whole = load_dataset(path, tokenizer, method="dpo").trees[0]
     limit = max(whole.nodes[0].tokens.numel() + node.tokens.numel() for node in whole.nodes[1:]) - 10
-    with pytest.raises(UserError, match="the limit is"):
+    with pytest.raises(UserError, match="the limit is") as caught:
         load_dataset(path, tokenizer, method="dpo", max_tokens=limit)
+    assert "split" not in caught.value.problems[0].fix, "pairs can't be"
     left = load_dataset(path, tokenizer, method="dpo", max_tokens=limit, overlong="truncate_left").trees[0]
     assert left.nodes[0].tokens.tolist() == whole.nodes[0].tokens.tolist()[10:]
     assert [tokens.tokens.tolist() for tokens in left.nodes[1:]] == [n.tokens.tolist() for n in whole.nodes[1:]]

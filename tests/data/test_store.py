@@ -26,7 +26,7 @@ def described(data):
         targets = tree.targets
         return tree.row, tree.weight, nodes, *(c.tolist() for c in (targets.hidden, targets.token, targets.answer))
 
-    return [tree(t) for t in data.trees], data.trees.sizes, data.branched, data.fingerprint, data.times
+    return [tree(t) for t in data.trees], data.trees.sizes, data.branched, data.fingerprint, data.shares
 
 
 @pytest.mark.parametrize(

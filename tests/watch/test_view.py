@@ -149,8 +149,13 @@ def test_a_log_reads_as_if_the_run_had_never_been_interrupted(tmp_path):
 
 
 def test_one_of_a_thing_is_not_several():
-    one = {**META, "steps": 1, "rows": 1, "tokens": 1, "valid_rows": 1}
-    assert "1 step, 1 row, 1 token (567 trained), 1 row of validation" in event_lines(one)
+    one = {**META, "steps": 1, "epochs": 1.0, "seen_rows": 1, "seen_tokens": 1, "valid_rows": 1}
+    assert "1 step, 1 epoch: 1 row, 1 token; 1 row of validation" in event_lines(one)
+    assert "0.25 epochs: 1 row," in event_lines({**one, "epochs": 0.25})[-2]
+
+
+def test_counts_of_an_older_log_are_those_of_its_data():
+    assert any("9 rows, 1,234 tokens; 3 rows of validation" in line for line in event_lines(META))
 
 
 def test_a_resumed_run_says_what_has_changed():

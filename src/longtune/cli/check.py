@@ -48,6 +48,7 @@ def _check(
     from longtune.data.sources import split_sources
     from longtune.errors import Problem, UserError
     from longtune.model.loading import load_tokenizer
+    from longtune.train.length import batcher, length, refusals
     from longtune.train.prepare import data_settings
 
     settings = data_settings(config)
@@ -60,19 +61,17 @@ def _check(
         tokenizer,
         Settings(**settings),
         show=show,
+        positions=_positions(config, tokenizer),
     )
-    steps = config.train
-    run_length = estimate(
-        splits[0],
-        batch_size=steps.batch_size,
-        tokens_per_batch=steps.tokens_per_batch,
-        accumulate=steps.accumulate,
-        steps=steps.steps,
-        epochs=steps.epochs,
-        seed=steps.seed,
-    )
-    context = getattr(tokenizer, "model_max_length", None)
-    check_view.show(splits, run_length, config, context if context and context < 10**9 else None)
+    train_split = splits[0]
+    run_length: dict[str, float] = {}
+    lines: list[str] = []
+    if len(train_split.sizes):
+        batches = batcher(config, train_split)
+        found = length(config, batches)
+        train_split.add_run(refusals(config, batches, found), found.not_reached(train_split.shares))
+        run_length, lines = estimate(batches, found), found.lines(train_split.shares)
+    check_view.show(splits, run_length, config, lines)
     if html is not None:
         try:
             html.write_text(check_view.page(splits, run_length, config.model), encoding="utf-8")
@@ -87,6 +86,15 @@ def _check(
         "html": html and str(html),
         "exit_code": 2 if has_errors(splits) else 0,
     }
+
+
+def _positions(config: Any, tokenizer: Any) -> int | None:
+    """The positions that the model was made for: by its config, or else by its tokenizer."""
+    from longtune.model.meta import model_positions
+
+    found = model_positions(config.model, trust_remote_code=config.trust_remote_code)
+    told = getattr(tokenizer, "model_max_length", None)
+    return found or (told if told and told < 10**9 else None)
 
 
 def _config(

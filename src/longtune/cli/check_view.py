@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from longtune.data.check import Finding, Run, ShownRow, SplitCheck
+from longtune.errors import counted
 
 _FIGURES = ("min", "p50", "p90", "p99", "max", "mean")
 _SIDES = ("chosen", "rejected")
@@ -21,17 +22,17 @@ _MOST = 400
 """Characters of one run of tokens on a terminal; what is longer is cut in the middle."""
 
 
-def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: Any, context: int | None) -> None:
+def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: Any, sources: Sequence[str]) -> None:
     """Prints everything.
 
     Args:
         config: the run's config; its settings of the run are named beside the estimate.
-        context: the longest row that the model was made for, where its tokenizer says so.
+        sources: what the run sees of each source.
     """
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     for split in splits:
         console.print(Text(f"{split.name}  {split.source}", style="bold"))
-        for line in _lines(split, context):
+        for line in _lines(split):
             console.print(Text(f"  {line}"))
         for finding in split.findings:
             style = "bold red" if finding.level == "error" else "yellow"
@@ -42,6 +43,8 @@ def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: An
                 console.print(Text(f"    fix: {fix}"))
     if estimate:
         console.print(Text(estimate_line(estimate, config)))
+        for line in sources:
+            console.print(Text(f"  {line}"))
     for split in splits:
         for row in split.shown:
             _show_row(console, row)
@@ -51,15 +54,15 @@ def show(splits: Sequence[SplitCheck], estimate: Mapping[str, float], config: An
 
 
 def _headline(finding: Finding) -> str:
-    rows = "1 row" if finding.count == 1 else f"{finding.count:,} rows"
-    return f"{finding.level}: {finding.kind}, {rows}"
+    rows = f", {counted(finding.count, 'row')}" if finding.count else ""
+    return f"{finding.level}: {finding.kind}{rows}"
 
 
 def _told(counts: list[int]) -> list[tuple[int, str]]:
     return [(count, level) for count, level in zip(counts, ("error", "warning"), strict=True) if count]
 
 
-def _lines(split: SplitCheck, context: int | None) -> list[str]:
+def _lines(split: SplitCheck) -> list[str]:
     report = split.report
     if not report.rows:
         return []
@@ -80,8 +83,6 @@ def _lines(split: SplitCheck, context: int | None) -> list[str]:
         lines.append(f"over max_tokens {limit:,}: {told}")
     if split.over:
         lines.append("longer than " + ", ".join(f"{at:,}: {count:,}" for at, count in split.over.items()))
-    if context is not None and split.lengths and split.lengths["whole"]["max"] > context:
-        lines.append(f"note: the model was made for {context:,} tokens, and some rows are longer")
     return lines
 
 
@@ -89,9 +90,10 @@ def estimate_line(estimate: Mapping[str, float], config: Any) -> str:
     """What the run comes to, in a line."""
     train = config.train
     batch = f"{train.tokens_per_batch:,} tokens" if train.tokens_per_batch else f"batch_size {train.batch_size}"
+    steps = counted(round(estimate["steps"]), "step")
     return (
-        f"a run: {estimate['steps']:,} steps of {estimate['tokens_per_step']:,} tokens ({batch}, accumulate "
-        f"{train.accumulate}), {estimate['epochs']:.3g} epochs, {estimate['tokens']:,} tokens; "
+        f"a run: {steps} of {estimate['tokens_per_step']:,} tokens ({batch}, accumulate {train.accumulate}), "
+        f"{counted(float(estimate['epochs']), 'epoch')}, {estimate['tokens']:,} tokens; "
         f"largest micro-batch {estimate['largest_batch']:,}"
     )
 

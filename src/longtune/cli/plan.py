@@ -125,7 +125,7 @@ def _lines(found: Any, config: Any) -> list[str]:
     reach = f"a row of {found.largest_row:,} tokens fits" if found.largest_row else "no row fits"
     lines.append(f"longest    {reach} this budget")
     lines += [f"{'ranks' if number == 0 else '':<10} {line}" for number, line in enumerate(found.ranks.lines())]
-    lines += [f"note       {note}" for note in found.ranks.notes]
+    lines += [f"note       {note}" for note in (*found.notes, *found.ranks.notes)]
     lines += [f"fix        {fix}" for fix in found.fixes]
     return lines
 

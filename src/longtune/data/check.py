@@ -7,6 +7,7 @@ looked at for is `inspect`'s work, how it is shown the command line's.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,21 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from longtune.data.batching import Batcher, run_length
-from longtune.data.dataset import check_settings, misplaced_answer_after
+from longtune.data.batching import Batcher
+from longtune.data.dataset import check_settings, misplaced_answer_after, no_rows
 from longtune.data.inspect import FIXES, Inspector, Look
 from longtune.data.passes import Pass
 from longtune.data.pipeline import Preparer, Settings
 from longtune.data.places import Places
 from longtune.data.problems import SHOWN
 from longtune.data.progress import reading_bar
-from longtune.data.report import Report
+from longtune.data.report import UNTRAINED, Report
+from longtune.data.run_length import RunLength
+from longtune.data.shares import Share
 from longtune.data.sources import resolve
 from longtune.data.trees import Example
 from longtune.errors import Problem, UserError
 
 DUPLICATE = "duplicate row"
 LEAK = "row of train in valid"
+PAST_POSITIONS = "beyond the model's positions"
 PERCENTILES = (50, 90, 99)
 _LIMITS = tuple(512 * 2**k for k in range(18))
 
@@ -40,7 +44,7 @@ class Finding:
     Attributes:
         level: error (a run would stop before its first step) or warning.
         kind: short name.
-        count: how many rows have it.
+        count: how many rows have it; 0 where it is no matter of single rows.
         problems: the first three, with their places.
     """
 
@@ -85,7 +89,7 @@ class SplitCheck:
         template: {rows, added, share}: rows looked at, and the mean number and share of tokens from the template.
         shown: the first rows.
         sizes: tokens of each example, int64.
-        sampling: as `Dataset.sampling`.
+        shares: as `Dataset.shares`.
     """
 
     name: str
@@ -98,9 +102,24 @@ class SplitCheck:
     template: dict[str, float] = field(default_factory=dict)
     shown: list[ShownRow] = field(default_factory=list)
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    sampling: tuple[tuple[int, int, float], ...] = ()
+    shares: tuple[Share, ...] = ()
     _digests: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     _places: Places = field(default_factory=Places)
+
+    @property
+    def trees(self) -> Sequence[Any]:
+        """Stands for the trees in a `Batcher`, with their sizes alone."""
+        return _Sized(self.sizes)
+
+    def sort(self) -> None:
+        """Brings the errors before the warnings."""
+        self.findings.sort(key=lambda finding: finding.level != "error")
+
+    def add_run(self, problems: Sequence[Problem], notes: Sequence[str]) -> None:
+        """Takes up what a run over these rows would refuse, and what it would warn of."""
+        self.findings += [Finding("error", "a run would not start", 0, (problem,)) for problem in problems]
+        self.findings += [Finding("warning", "not seen", 0, (Problem(self.name, note),)) for note in notes]
+        self.sort()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -140,22 +159,26 @@ def check_data(
     *,
     show: int = 0,
     workers: int | None = None,
+    positions: int | None = None,
 ) -> list[SplitCheck]:
     """Checks all splits, and that none of the later ones' rows are in the first.
 
     Args:
         sources: by name ("train", "valid"), as `load_dataset` takes them.
         show: so many rows of each split are kept to be shown.
+        positions: those that the model was made for, in tokens; None where that isn't known.
 
     Raises:
         UserError: the settings make no sense. What is wrong with the data is in the findings.
     """
     check_settings(settings)
-    splits = [_check_split(name, source, tokenizer, settings, show, workers) for name, source in sources.items()]
+    splits = [
+        _check_split(name, source, tokenizer, settings, show, workers, positions) for name, source in sources.items()
+    ]
     for split in splits[1:]:
         split.findings += _leaks(splits[0], split)
     for split in splits:
-        split.findings.sort(key=lambda finding: finding.level != "error")
+        split.sort()
     return splits
 
 
@@ -166,6 +189,7 @@ def _check_split(
     settings: Settings,
     show: int,
     workers: int | None,
+    positions: int | None,
 ) -> SplitCheck:
     split = SplitCheck(name, source if isinstance(source, str) else ", ".join(map(_source_name, source)))
     try:
@@ -176,18 +200,22 @@ def _check_split(
     # Bad rows are named even where the run would leave them out.
     strict = Settings(**{**_fields(settings), "bad_rows": "error"})
     gathered = _Gathered()
-    sampling: list[tuple[int, int, float]] = []
+    shares: list[Share] = []
+    emptied: list[Problem] = []
     with reading_bar(source) as progress:
         reading = Pass(Preparer(tokenizer, strict, Inspector(tokenizer)), progress=progress, workers=workers)
         for part in found:
-            first = len(gathered.sizes)
+            first, before = len(gathered.sizes), reading.report.dropped + Counter(reading.problems.counts)
             for batch in reading.batches(part):
                 gathered.add(batch.looks, batch.examples)
                 split.shown += [_shown(e, tokenizer) for e in batch.examples[: show - len(split.shown)]]
-            sampling.append((first, len(gathered.sizes), part.weight))
-    split.report, split.sampling = reading.report, tuple(sampling)
-    _find(split, reading, settings)
-    gathered.fill(split, settings)
+            shares.append(Share(part.place, first, len(gathered.sizes), part.weight))
+            if not shares[-1].rows:
+                bad = reading.report.dropped + Counter(reading.problems.counts) - before
+                emptied.append(no_rows(part.place, bad))
+    split.report, split.shares = reading.report, tuple(shares)
+    _find(split, reading, settings, emptied)
+    gathered.fill(split, settings, positions)
     return split
 
 
@@ -199,7 +227,7 @@ def _source_name(entry: Any) -> str:
     return str(entry["path"]) if isinstance(entry, Mapping) and "path" in entry else str(entry)
 
 
-def _find(split: SplitCheck, reading: Pass, settings: Settings) -> None:
+def _find(split: SplitCheck, reading: Pass, settings: Settings, emptied: Sequence[Problem]) -> None:
     """The findings that a run would make, too."""
     level = "warning" if settings.bad_rows == "drop" else "error"
     counts = reading.problems.counts
@@ -211,9 +239,8 @@ def _find(split: SplitCheck, reading: Pass, settings: Settings) -> None:
     report = split.report
     if settings.answer_after is not None and report.formats and set(report.formats) != {"text"}:
         split.findings.append(Finding("error", "answer_after", report.rows, (misplaced_answer_after(report),)))
-    if not report.kept and (level == "warning" or not split.findings):
-        problem = Problem(split.source, "no row is left to train on")
-        split.findings.append(Finding("error", "no rows", report.rows, (problem,)))
+    if emptied and not any(finding.level == "error" for finding in split.findings):
+        split.findings.append(Finding("error", "no rows", 0, tuple(emptied)))
 
 
 class _Gathered:
@@ -242,7 +269,7 @@ class _Gathered:
                     shown.append(Problem(look.place, reason, FIXES[kind]))
                 self._findings[kind] = count + 1, shown
 
-    def fill(self, split: SplitCheck, settings: Settings) -> None:
+    def fill(self, split: SplitCheck, settings: Settings, positions: int | None) -> None:
         """Fills in what the numbers of all rows say."""
         columns = {name: np.frombuffer(column, dtype=np.int64) for name, column in self._columns.items() if column}
         split.sizes = np.array(self.sizes, dtype=np.int64)
@@ -267,6 +294,23 @@ class _Gathered:
         for kind, (count, shown) in self._findings.items():
             split.findings.append(Finding("warning", kind, count, tuple(shown)))
         split.findings += _duplicates(split)
+        if positions is not None:
+            kept = (beyond == 0) | (settings.overlong not in ("error", "drop"))
+            split.findings += _past_positions(split, np.where(kept, whole - beyond, 0), positions)
+
+
+def _past_positions(split: SplitCheck, tokens: np.ndarray, positions: int) -> list[Finding]:
+    """Rows that a run would train with more tokens than the model was made for."""
+    rows = np.flatnonzero(tokens > positions)
+    problems = [
+        Problem(
+            split._places[int(row)],
+            f"{tokens[row]:,} tokens, and the model was made for {positions:,}: {UNTRAINED}",
+            f"set train.max_tokens to {positions} and train.overlong to drop or truncate_right",
+        )
+        for row in rows[:SHOWN]
+    ]
+    return [Finding("warning", PAST_POSITIONS, len(rows), tuple(problems))] if problems else []
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float]:
@@ -340,46 +384,21 @@ class _Sized(Sequence[Any]):
         raise IndexError(index)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    trees: Any
-    times: list[float] | None
-
-
-def estimate(
-    split: SplitCheck,
-    *,
-    batch_size: int,
-    tokens_per_batch: int | None,
-    accumulate: int,
-    steps: int | None,
-    epochs: float | None,
-    seed: int,
-) -> dict[str, float]:
-    """What a run over these rows comes to.
+def estimate(batches: Batcher, length: RunLength) -> dict[str, float]:
+    """What a run comes to.
 
     Returns:
-        {steps, micro_batches, epochs, tokens, tokens_per_step, largest_batch}; empty where there are no rows.
+        {steps, micro_batches, epochs, rows, tokens, tokens_per_step, largest_batch}.
     """
-    if not len(split.sizes):
-        return {}
-    times = [weight for first, end, weight in split.sampling for _ in range(end - first)]
-    rows = _Rows(_Sized(split.sizes), None if set(times) == {1.0} else times)
-    longest_first = batch_size * accumulate
-    batches = Batcher(
-        rows, batch_size=batch_size, tokens_per_batch=tokens_per_batch, seed=seed, longest_first=longest_first
-    )
-    plan = batches.plan(0)
-    totals = [int(split.sizes[batch].sum()) for batch in plan]
-    steps, micro_batches = run_length(batches, steps=steps, epochs=epochs, accumulate=accumulate)
-    tokens = sum(totals) * micro_batches / len(totals)
+    sizes = batches.sizes
     return {
-        "steps": steps,
-        "micro_batches": micro_batches,
-        "epochs": micro_batches / len(totals),
-        "tokens": round(tokens),
-        "tokens_per_step": round(tokens / steps),
-        "largest_batch": max(totals),
+        "steps": length.steps,
+        "micro_batches": length.micro_batches,
+        "epochs": length.epochs,
+        "rows": sum(length.rows),
+        "tokens": length.tokens,
+        "tokens_per_step": round(length.tokens / max(1, length.steps)),
+        "largest_batch": sum(sizes[row] for row in batches.largest()),
     }
 
 

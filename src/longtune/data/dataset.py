@@ -8,7 +8,7 @@ on all cores, and `store` keeps the tokens on disk. Order and batches are `batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,6 +18,7 @@ from longtune.data.masks import TRAIN_ON
 from longtune.data.passes import Pass
 from longtune.data.pipeline import Preparer, Settings
 from longtune.data.report import Report
+from longtune.data.shares import Share
 from longtune.data.sources import Source, Sources, resolve
 from longtune.data.store import LAYOUT, Stored, Writer, open_stored
 from longtune.data.trees import Example
@@ -64,13 +65,13 @@ class Dataset:
         examples: the examples in the order of their sources; in memory, or mapped from disk.
         report: what was read, kept and dropped.
         fingerprint: sha256 (hex) over token ids, weights and settings.
-        sampling: for each source, (first example, one past the last, times seen in an epoch).
+        shares: how often the examples of each source come.
     """
 
     examples: Sequence[Example]
     report: Report
     fingerprint: str
-    sampling: tuple[tuple[int, int, float], ...]
+    shares: tuple[Share, ...]
 
     @property
     def trees(self) -> Trees:
@@ -86,13 +87,6 @@ class Dataset:
         if isinstance(self.examples, Stored):
             return self.examples.branched
         return any(len(example.pieces) > 1 for example in self.examples)
-
-    @property
-    def times(self) -> list[float] | None:
-        """How many times each example is seen in an epoch; None when it is once for all."""
-        if all(weight == 1.0 for _, _, weight in self.sampling):
-            return None
-        return [weight for first, end, weight in self.sampling for _ in range(end - first)]
 
 
 def load_dataset(
@@ -158,35 +152,36 @@ def load_dataset(
     stored = open_stored(cache / key) if key is not None else None
     if stored is None:
         with Writer(cache) as writer:
-            report, fingerprint, sampling = _read(reading, found, settings, writer.extend)
-            meta = {"report": report.as_dict(), "fingerprint": fingerprint, "sampling": sampling}
+            report, fingerprint, shares = _read(reading, found, settings, writer.extend)
+            meta = {"report": report.as_dict(), "fingerprint": fingerprint, "shares": [*map(asdict, shares)]}
             stored = writer.finish(meta, key)
     report = Report.from_dict(stored.meta["report"])
     if progress is not None:
         progress(report.rows)
-    sampling = tuple((first, end, weight) for first, end, weight in stored.meta["sampling"])
-    return Dataset(stored, report, stored.meta["fingerprint"], sampling)
+    return Dataset(stored, report, stored.meta["fingerprint"], tuple(Share(**share) for share in stored.meta["shares"]))
 
 
 def _read(
     reading: Pass, sources: Sequence[Source], settings: Settings, keep: Callable[[list[Example]], None]
-) -> tuple[Report, str, tuple[tuple[int, int, float], ...]]:
-    """Report, fingerprint and sampling of what was read; the examples themselves go to `keep`."""
+) -> tuple[Report, str, tuple[Share, ...]]:
+    """Report, fingerprint and shares of what was read; the examples themselves go to `keep`."""
     digest = Digest()
-    sampling: list[tuple[int, int, float]] = []
+    shares: list[Share] = []
+    emptied: list[Problem] = []
     count = 0
     for source in sources:
-        first = count
+        first, before = count, reading.report.dropped.copy()
         for batch in reading.batches(source):
             keep(batch.examples)
             digest.update(batch.examples)
             count += len(batch.examples)
-        sampling.append((first, count, source.weight))
+        shares.append(Share(source.place, first, count, source.weight))
+        if count == first:
+            emptied.append(no_rows(source.place, reading.report.dropped - before))
     reading.raise_if_any()
     report = reading.report
-    if not count:
-        told = "; ".join(f"{count} {reason}" for reason, count in report.dropped.items())
-        raise UserError(Problem("data", f"no row is left to train on ({told or 'no rows'})"))
+    if emptied:
+        raise UserError(emptied)
     if settings.answer_after is not None and set(report.formats) != {"text"}:
         raise UserError(misplaced_answer_after(report))
     made_under = {
@@ -196,9 +191,20 @@ def _read(
         "overlong": settings.overlong,
         "prompt_sharing": settings.prompt_sharing,
         "answer_after": settings.answer_after,
-        "sampling": sampling,
+        "sampling": [(share.first, share.end, share.weight) for share in shares],
     }
-    return report, digest.close(made_under), tuple(sampling)
+    return report, digest.close(made_under), tuple(shares)
+
+
+def no_rows(source: str, dropped: Mapping[str, int]) -> Problem:
+    """The problem of a source of which nothing is left.
+
+    Args:
+        dropped: its rows that were left out, by reason.
+    """
+    told = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    fix = "mend its rows, or take it out" if told else "fill it, or take it out"
+    return Problem(source, f"no row of it is left ({told or 'it holds none'})", fix)
 
 
 def misplaced_answer_after(report: Report) -> Problem:

@@ -223,10 +223,12 @@ class Preparer:
                 report.dropped["answer longer than max_tokens"] += 1
                 return None
             return [[trees.cut_left(sequence, excess) for sequence in sequences]]
-        fix = "raise max_tokens, or set overlong: drop, truncate_left, truncate_right"
+        fix = "raise max_tokens, or set overlong: drop, truncate_left or truncate_right"
         if overlong == "split":
             raise RowError(TOO_LONG, f"{longest:,} tokens, and only text rows can be split", fix)
-        raise RowError(TOO_LONG, f"{longest:,} tokens, the limit is {limit:,}", f"{fix} or split (text rows)")
+        if row.kind == "text" and self.settings.answer_after is None:
+            fix += ", or split"
+        raise RowError(TOO_LONG, f"{longest:,} tokens, the limit is {limit:,}", fix)
 
     def _tally(self, report: Report, example: Example) -> None:
         report.kept += 1

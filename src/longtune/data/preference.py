@@ -13,6 +13,7 @@ from longtune.data.readers import Record, parse_json_text
 from longtune.data.rows import Message, Row, Text, is_empty, read_messages, read_string, read_tools
 from longtune.data.sharegpt import as_messages, sharegpt_messages
 
+_NO_ANSWER = "no answer"
 _SIDES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 
 
@@ -52,7 +53,11 @@ def _preference(record: Record) -> Row:
 
 def _whole_conversations(prompt: Text, answers: Sequence[Text]) -> Row:
     """Answers that repeat the prompt: the prompt column only has to agree with them."""
-    row = _implicit_messages([_need_messages(answer) for answer in answers])
+    for index, answer in enumerate(answers):
+        _need_assistant(_side(index), answer)
+    row = _implicit_messages(
+        [_need_messages(answer) for answer in answers], "give the answers alone, or begin both with the prompt"
+    )
     told = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     if not any(told.strip() == message["content"].strip() for message in row.prompt if isinstance(message, dict)):
         raise RowError(
@@ -76,17 +81,26 @@ def _implicit(record: Record) -> Row:
     return _row(chosen[:cut], [text[cut:] for text in texts])
 
 
-def _implicit_messages(conversations: list[list[Message]]) -> Row:
+def _implicit_messages(
+    conversations: list[list[Message]], fix: str = "add a column prompt, or begin both with the same messages"
+) -> Row:
+    """The row of conversations whose common beginning is the prompt; `fix` is for those that have none."""
     cut = _common(conversations)
+    for index, conversation in enumerate(conversations):
+        role = conversation[-1]["role"]
+        answered = len(conversation) > cut and any(message["role"] == "assistant" for message in conversation)
+        if role != "assistant" and not answered:
+            why = f"the {_side(index)} conversation ends with a message of role {role}: its answer is missing"
+            raise RowError(_NO_ANSWER, why, "add the answer or take the row out")
+    alone = {conversation[0]["role"] == "assistant" for conversation in conversations}
+    if len(alone) > 1:
+        why = "one of chosen and rejected is a whole conversation, the other an answer alone"
+        raise RowError("answers differ in kind", why, "make both the same kind")
     if cut == min(map(len, conversations)):
         _refuse_equal(conversations)
         cut -= 1
     if cut == 0:
-        raise RowError(
-            "no common prompt",
-            "chosen and rejected differ from their first message on",
-            "add a column prompt, or begin both with the same messages",
-        )
+        raise RowError("no common prompt", "chosen and rejected differ from their first message on", fix)
     return _row(conversations[0][:cut], [conversation[cut:] for conversation in conversations])
 
 
@@ -144,9 +158,9 @@ def _row(prompt: Text, answers: Sequence[Text]) -> Row:
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
     for index, answer in enumerate(answers):
+        _need_assistant(_side(index), answer)
         if is_empty(answer):
-            side = "chosen" if index == 0 else "rejected"
-            raise RowError("empty answer", f"the {side} answer is empty", "fill it or take the row out")
+            raise RowError("empty answer", f"the {_side(index)} answer is empty", "fill it or take the row out")
     _refuse_equal(answers)
     return Row("preference", prompt=prompt, answers=list(answers))
 
@@ -154,6 +168,17 @@ def _row(prompt: Text, answers: Sequence[Text]) -> Row:
 def _refuse_equal(answers: Sequence[Text]) -> None:
     if any(answer == answers[0] for answer in answers[1:]):
         raise RowError("equal answers", "chosen and rejected are equal", "nothing is preferred: take the row out")
+
+
+def _side(index: int) -> str:
+    return "chosen" if index == 0 else "rejected"
+
+
+def _need_assistant(side: str, answer: Text) -> None:
+    if isinstance(answer, list) and not any(message["role"] == "assistant" for message in answer):
+        roles = ", ".join(sorted({message["role"] for message in answer}))
+        why = f"the {side} answer has no message of role assistant, only of {roles}"
+        raise RowError(_NO_ANSWER, why, "give the answer the role assistant, or take the row out")
 
 
 def _need_messages(answer: Text) -> list[Message]:

@@ -1,4 +1,4 @@
-"""What became of the data: counts that a run prints before its first step. Pure bookkeeping."""
+"""What became of the data: counts and notes that a run prints before its first step. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longtune.errors import counted
+
+UNTRAINED = "positions past that are untrained unless its RoPE scaling covers them"
+
+
+def past_positions(longest: int, positions: int | None, what: str = "the longest row") -> list[str]:
+    """What to say of a row with more tokens than the model was made for; nothing where it has not."""
+    if positions is None or longest <= positions:
+        return []
+    return [f"{what} has {counted(longest, 'token')} and the model was made for {positions:,}: {UNTRAINED}"]
 
 
 @dataclass(slots=True)

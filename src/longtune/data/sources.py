@@ -18,6 +18,8 @@ from longtune.errors import Problem, UserError
 FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 COMPRESSED = (".gz", ".zst")
 VALIDATION = ("valid", "validation")
+MOST_WEIGHT = 1000
+"""Above it an epoch of a large source would not end; more epochs do the same."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%-]+)?")
 
 
@@ -29,13 +31,18 @@ class Source:
         name: as it is printed.
         files: local files in order; empty for a hub data set.
         hub: hub name with its split ("owner/name", "train"), or None.
-        weight: how many times each row is seen in an epoch; a fraction is the share of rows drawn anew each epoch.
+        weight: how many times each row is seen in an epoch (`shares`).
     """
 
     name: str
     files: tuple[Path, ...] = ()
     hub: tuple[str, str] | None = None
     weight: float = 1.0
+
+    @property
+    def place(self) -> str:
+        """As a problem names it: its file where it is one."""
+        return str(self.files[0]) if len(self.files) == 1 else self.name
 
 
 Sources = str | Path | Sequence[str | Path | Mapping[str, Any]]
@@ -133,6 +140,9 @@ def _name_and_weight(entry: str | Path | Mapping[str, Any]) -> tuple[str, float]
     weight = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight <= 0:
         raise RowError("source", f"weight must be a number above 0, got {weight!r}")
+    if weight > MOST_WEIGHT:
+        fix = "weigh the other sources less, or train for more epochs"
+        raise RowError("source", f"weight must be {MOST_WEIGHT:,} at most, got {weight!r}", fix)
     return str(entry["path"]), float(weight)
 
 

@@ -1,12 +1,15 @@
-"""A model by its configuration alone, on the meta device: the right shapes and dtypes, no weights read."""
+"""A model by its configuration alone, no weights read: on the meta device, with the right shapes and dtypes; and how
+many positions it was made for."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from longtune.errors import UserError
 from longtune.model.embedded import EMBEDDED, embedded_folder
@@ -44,3 +47,22 @@ def meta_model(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False
     model.requires_grad_(False)
     model.eval()
     return model
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """The positions that a model of this config was made for; None where it sets itself no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def model_positions(name: str, *, trust_remote_code: bool = False) -> int | None:
+    """The positions that a model was made for; None where its config says none, or can't be read: loading the model
+    tells why."""
+    path = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": path.exists()}
+    where = str(path) if path.exists() else name
+    if path.is_file():
+        where, common["gguf_file"] = str(path.parent), path.name
+    try:
+        return positions_of(AutoConfig.from_pretrained(where, **common))
+    except (OSError, ValueError, LookupError, ImportError, StrictDataclassError):
+        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from longtune.config import MemoryPlan, RunConfig, check_config
 from longtune.data import Batcher, Dataset
-from longtune.data.batching import run_length
+from longtune.data.report import past_positions
 from longtune.engine import Engine, Plan, cost, devices
 from longtune.engine.budget import CONTEXT, Budget, budget_here, memory_bytes
 from longtune.engine.candidates import KEYS
@@ -31,8 +31,9 @@ from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import add_lora
 from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
-from longtune.model.meta import meta_model
+from longtune.model.meta import meta_model, positions_of
 from longtune.model.ranks import Ranks
+from longtune.train.length import batcher, checked_length, length
 from longtune.tree import Forest
 
 AUTO_CHUNK = 8192
@@ -71,19 +72,6 @@ def given_keys(memory: str | MemoryPlan) -> dict[str, Any]:
     return memory.model_dump(exclude_unset=True) if isinstance(memory, MemoryPlan) else {}
 
 
-def batcher(config: RunConfig, data: Any) -> Batcher:
-    """The order and the micro-batches of a run."""
-    settings = config.train
-    return Batcher(
-        data,
-        batch_size=settings.batch_size,
-        tokens_per_batch=settings.tokens_per_batch,
-        seed=settings.seed,
-        # The rows of the first step: a run that doesn't fit says so at once.
-        longest_first=settings.batch_size * settings.accumulate,
-    )
-
-
 def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | None = None) -> Planned:
     """The plan of a run whose model is loaded.
 
@@ -111,7 +99,7 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
         return _unpredicted(config, device, error)
     with planner:
         _check_layers(planner, fixed)
-        row = _longest(config, data)
+        row = _longest(batcher(config, data), data)
         budget = _budget(config, device)
         if at_most is not None:
             budget = replace(budget, device=min(budget.device, at_most))
@@ -135,7 +123,7 @@ def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest
     one_chunk = chunk is None or shape.tokens <= chunk
     if not one_chunk and shape.tokens < 2 * cast(int, chunk):
         return False, ""  # The odd last chunk, half of the row or so, is not compiled.
-    steps, _ = run_length(batcher(config, data), steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
+    steps = length(config, batcher(config, data)).steps
     eager, compiled = (x.total * train.accumulate for x in (chosen.seconds, chosen.compiled))
     if not cost.compiling_pays(eager, compiled, steps, any_size=one_chunk):
         return False, ""
@@ -172,12 +160,9 @@ def _unpredicted(config: RunConfig, device: torch.device, error: Exception) -> P
     return Planned(plan, reason, None, told, config.compile is True)
 
 
-def _longest(config: RunConfig, data: Dataset) -> Forest:
-    """The longest micro-batch of the run's first epoch."""
-    batches = batcher(config, data)
-    sizes = data.trees.sizes if hasattr(data.trees, "sizes") else [tree.size for tree in data.trees]
-    longest = max(batches.plan(0), key=lambda batch: sum(sizes[i] for i in batch))
-    return Forest([data.trees[i] for i in longest])
+def _longest(batches: Batcher, data: Dataset) -> Forest:
+    """The longest micro-batch that the run can have."""
+    return Forest([data.trees[row] for row in batches.largest()])
 
 
 def asked_bytes(config: RunConfig) -> int | None:
@@ -276,6 +261,7 @@ class RunPlan:
         largest_row: tokens of the longest single row that fits this budget.
         fixes: what to do where it doesn't fit, from cheap to dear; each was tried.
         ranks: the rank of every adapted module.
+        notes: what the user should know of the data.
     """
 
     fits: bool
@@ -289,6 +275,7 @@ class RunPlan:
     largest_row: int
     fixes: tuple[str, ...]
     ranks: Ranks
+    notes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -310,6 +297,7 @@ class RunPlan:
             "largest_row": self.largest_row,
             "fixes": list(self.fixes),
             "ranks": self.ranks.describe(),
+            "notes": list(self.notes),
         }
 
 
@@ -344,9 +332,10 @@ def plan(
         dtype = choose_dtype(config.dtype, here)[0]
     say = on_stage or (lambda what: None)
     say("reading the data" if tokens is None else f"planning for {tokens:,} tokens")
-    batches, row = _rows(config, tokens)
+    rows = _rows(config, tokens)
     say(f"reading the shapes of {config.model}")
     model, ranks = _model(config, dtype)
+    notes = (*rows.notes, *past_positions(rows.longest, positions_of(model.config)))
     say("measuring this device" if away is None else f"planning for {away.name}")
     target = away or devices.measured(here, dtype, model.get_base_model().config)
     budget = _budget_for(config, away, here, device_memory)
@@ -354,6 +343,7 @@ def plan(
     one_pass, accumulate = config.method == "sft", config.train.accumulate
     with Planner(model, target, accumulate=accumulate, one_pass=one_pass) as planner:
         _check_layers(planner, fixed)
+        row = rows.largest
         shape = Row.of(row)
         say(f"looking for the fastest plan for {shape.tokens:,} tokens")
         chosen = planner.choose(row, budget, fixed)
@@ -368,29 +358,47 @@ def plan(
             prediction=shown,
             seconds_per_step=shown.seconds.total * accumulate,
             first_step_seconds=shown.seconds.first,
-            run_seconds=None if batches is None else _whole_run(planner, shown, shape, batches),
+            run_seconds=_whole_run(planner, shown, shape, rows) if rows.sizes else None,
             largest_row=planner.largest_row(budget, fixed),
             fixes=tuple(fixes),
             ranks=ranks,
+            notes=notes,
         )
 
 
-def _rows(config: RunConfig, tokens: int | None) -> tuple[Sequence[int] | None, Forest | Row]:
-    """Tokens of every micro-batch of the run, and the longest one."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a plan needs to know of the data.
+
+    Attributes:
+        largest: the longest micro-batch.
+        longest: tokens of the longest row.
+        sizes: tokens of micro-batches that stand for all of the run; none where the data wasn't read.
+        count: micro-batches of the run.
+        notes: what the user should know.
+    """
+
+    largest: Forest | Row
+    longest: int
+    sizes: tuple[int, ...] = ()
+    count: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def _rows(config: RunConfig, tokens: int | None) -> _Rows:
     if tokens is not None:
-        return None, Row(tokens)
+        return _Rows(Row(tokens), tokens)
     from longtune.train.prepare import data_sources, load_data
 
     train, _ = data_sources(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     data = load_data(config, train, tokenizer)
     batches = batcher(config, data)
-    settings = config.train
-    _, count = run_length(batches, steps=settings.steps, epochs=settings.epochs, accumulate=settings.accumulate)
-    sizes = data.trees.sizes if hasattr(data.trees, "sizes") else [tree.size for tree in data.trees]
-    each = [sum(sizes[i] for i in batch) for batch in batches.plan(0)]
-    whole, rest = divmod(count, len(each))
-    return each * whole + each[:rest], _longest(config, data)
+    found = checked_length(config, batches)
+    sizes = batches.sizes
+    each = tuple(sum(sizes[row] for row in batch) for batch in batches.sample(found.micro_batches))
+    notes = (*found.lines(data.shares), *found.not_reached(data.shares))
+    return _Rows(_longest(batches, data), data.report.longest, each, found.micro_batches, notes)
 
 
 def _model(config: RunConfig, dtype: torch.dtype) -> tuple[Any, Ranks]:
@@ -435,11 +443,12 @@ def _budget_for(config: RunConfig, away: Device | None, here: torch.device, devi
     return Budget(min(room, asked) if asked else room, host, disk)
 
 
-def _whole_run(planner: Planner, shown: Prediction, shape: Row, batches: Sequence[int]) -> float:
+def _whole_run(planner: Planner, shown: Prediction, shape: Row, rows: _Rows) -> float:
     """Seconds of all micro-batches: linear and quadratic in their tokens, by the longest and a shorter one."""
     long, short = shown.tokens, max(1, shown.tokens // 2)
     there = shown.seconds.total
     half = planner.predict(shown.plan, shape.resized(short)).seconds.total
     square = max(0.0, (there / long - half / short) / (long - short)) if long > short else 0.0
     linear = max(0.0, there / long - square * long)
-    return math.fsum(linear * n + square * n * n for n in batches) + shown.seconds.first
+    sampled = math.fsum(linear * n + square * n * n for n in rows.sizes)
+    return sampled * (rows.count / len(rows.sizes)) + shown.seconds.first

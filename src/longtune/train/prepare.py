@@ -16,17 +16,21 @@ from longtune import objective as objectives
 from longtune.config import MemoryPlan, RunConfig
 from longtune.data import Dataset, load_dataset, split_sources
 from longtune.data.progress import reading_bar
+from longtune.data.report import past_positions
+from longtune.data.run_length import RunLength
 from longtune.data.sources import resolve
 from longtune.engine import Engine, Plan
 from longtune.errors import Problem, UserError
 from longtune.model.adapters import add_lora, init_adapter, load_adapter
 from longtune.model.embedded import cache_folder
 from longtune.model.loading import Loaded, choose_device, load_model
+from longtune.model.meta import positions_of
 from longtune.model.rank_sources import find_figures, lora_ranks
 from longtune.model.ranks import Ranks
 from longtune.model.reference import load_reference
 from longtune.model.targets import left_out
 from longtune.objective.base import Objective
+from longtune.train.length import batcher, checked_length
 from longtune.train.planning import Planned, plan_run
 
 
@@ -40,6 +44,7 @@ class Prepared:
         train, valid: the data; valid is None without validation data.
         engine: walks the model by its plan.
         planned: why it walks by that plan, and what it is predicted to take.
+        length: steps and rows of the run.
         warnings: what the user should know before the first step.
         ranks: the rank of every adapted module; None where the adapter came from a checkpoint.
     """
@@ -51,6 +56,7 @@ class Prepared:
     objective: Objective
     engine: Engine
     planned: Planned
+    length: RunLength
     warnings: tuple[str, ...]
     ranks: Ranks | None = None
 
@@ -84,10 +90,11 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
         trust_remote_code=config.trust_remote_code,
         quantise=config.quantise_on_load,
     )
-    train = valid = model = ranks = None
+    train = valid = model = ranks = found = None
     untargeted: list[str] = []
     with _collect(problems):
         train = load_data(config, train_source, loaded.tokenizer)
+        found = checked_length(config, batcher(config, train))
     with _collect(problems):
         valid = load_data(config, valid_source, loaded.tokenizer) if valid_source is not None else None
     with _collect(problems):
@@ -95,7 +102,7 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
         model, ranks = _add_adapter(config, loaded, checkpoint)
         if (frozen := frozen_adapter(config)) is not None:
             load_reference(model, frozen)
-    if train is None or model is None or problems:
+    if train is None or found is None or model is None or problems:
         raise UserError(problems)
     engine = Engine(model, plan=planned.plan if planned else Plan(), seed=config.train.seed)
     try:
@@ -107,13 +114,16 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     except UserError:
         engine.close()
         raise
+    positions = positions_of(loaded.model.config)
     warnings = (
         *planned.warnings,
-        *_warn_of_long_rows(loaded, train.report.longest),
+        *found.not_reached(train.shares),
+        *past_positions(train.report.longest, positions),
+        *past_positions(valid.report.longest if valid else 0, positions, "the longest row of validation"),
         *untargeted,
         *(ranks.notes if ranks else ()),
     )
-    return Prepared(loaded, model, train, valid, make_objective(config), engine, planned, warnings, ranks)
+    return Prepared(loaded, model, train, valid, make_objective(config), engine, planned, found, warnings, ranks)
 
 
 def make_objective(config: RunConfig) -> Objective:
@@ -234,19 +244,11 @@ def _check_rows(engine: Engine, config: RunConfig, data: Sequence[Dataset]) -> N
         raise UserError(problems)
 
 
-def _warn_of_long_rows(loaded: Loaded, longest: int) -> Iterator[str]:
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and longest > limit:
-        yield (
-            f"the longest row has {longest} tokens and the model was made for {limit}: positions past that "
-            "are untrained unless its RoPE scaling covers them"
-        )
-
-
 @contextmanager
 def _collect(problems: list[Problem]) -> Iterator[None]:
     """Gathers a part's problems, so that the other parts are looked at too."""
     try:
         yield
     except UserError as error:
-        problems.extend(error.problems)
+        # What is wrong with a setting of the data comes up for training and validation rows alike.
+        problems.extend(problem for problem in error.problems if problem not in problems)

@@ -120,7 +120,7 @@ class Referenced:
 
     Attributes:
         trees: the rows.
-        times: as `Dataset.times`.
+        shares: as `Dataset.shares`.
         key: digest of what the references are of (model, adapter, data); None before the first `fill`.
     """
 
@@ -128,7 +128,7 @@ class Referenced:
         self._data = data
         self._values: list[Sums | None] = [None] * len(data)
         self.trees = ReferencedTrees(data.trees, self._values)
-        self.times = data.times
+        self.shares = data.shares
         self.key: str | None = None
 
     def fill(

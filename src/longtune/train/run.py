@@ -15,7 +15,6 @@ import torch
 
 from longtune.config import RunConfig, check_config
 from longtune.data import Batcher
-from longtune.data.batching import run_length
 from longtune.engine import Plan
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
@@ -25,8 +24,9 @@ from longtune.train import environment, files, measure, optimiser, trackers
 from longtune.train.evaluate import choose_rows, chosen_rows, validate
 from longtune.train.events import EventLog, OnEvent
 from longtune.train.folder import RunFolder
+from longtune.train.length import batcher
 from longtune.train.loop import Loop, Progress, RunFailed
-from longtune.train.planning import Planned, asked_bytes, batcher, plan_run, size
+from longtune.train.planning import Planned, asked_bytes, plan_run, size
 from longtune.train.prepare import Prepared, frozen_adapter, prepare
 from longtune.train.references import Reference, Referenced
 from longtune.train.samples import Samples
@@ -164,7 +164,6 @@ class _ActiveRun:
                 sets = {"train": prepared.train, "validation": prepared.valid}
                 self.referenced = {name: Referenced(data) for name, data in sets.items() if data}
         self.batches = batcher(config, self.referenced.get("train", prepared.train))
-        steps, micro_batches = _length(config, self.batches)
         self.valid = choose_rows(prepared.valid.trees, settings.eval_rows) if prepared.valid else []
         self.loop = Loop(
             train=settings,
@@ -172,8 +171,8 @@ class _ActiveRun:
             objective=prepared.objective,
             optimiser=self.optimiser,
             batches=self.batches,
-            steps=steps,
-            micro_batches=micro_batches,
+            steps=prepared.length.steps,
+            micro_batches=prepared.length.micro_batches,
             device=prepared.device,
             events=events,
             stopper=stopper,
@@ -381,7 +380,7 @@ class _ActiveRun:
 
     def _describe(self) -> None:
         prepared, config = self.prepared, self.config
-        report = prepared.train.report
+        report, length = prepared.train.report, prepared.length
         self.events.emit(
             "meta",
             run=self.folder.path.name,
@@ -394,9 +393,12 @@ class _ActiveRun:
             rows=len(prepared.train),
             tokens=report.tokens,
             trained_tokens=report.trained,
+            epochs=round(length.epochs, 4),
+            seen_rows=sum(length.rows),
+            seen_tokens=length.tokens,
             valid_rows=len(self.valid),
             trainable_parameters=sum(p.numel() for p in prepared.model.parameters() if p.requires_grad),
-            data=report.lines(),
+            data=[*report.lines(), *length.lines(prepared.train.shares)],
             device=str(prepared.device),
             dtype=prepared.loaded.dtype_reason,
             config_digest=config.digest,
@@ -439,21 +441,15 @@ class _ActiveRun:
         metrics["predicted"] = _short(plan["predicted"])
 
 
-def _length(config: RunConfig, batches: Batcher) -> tuple[int, int]:
-    """Optimiser steps and micro-batches of the whole run."""
-    train = config.train
-    return run_length(batches, steps=train.steps, epochs=train.epochs, accumulate=train.accumulate)
-
-
 def _rows_seen(batches: Batcher, count: int, most: int) -> list[int]:
     """Indices of the rows of the first `count` batches, of `most` that there are."""
     rows: set[int] = set()
-    epoch = 0
-    while count > 0 and len(rows) < most:
+    for epoch in batches.filled_epochs():
         part = batches.plan(epoch)[:count]
         rows.update(row for batch in part for row in batch)
         count -= len(part)
-        epoch += 1
+        if count <= 0 or len(rows) == most:
+            break
     return sorted(rows)
 
 

@@ -146,6 +146,8 @@ def _data(run: WatchedRun) -> str:
             ("rows", "rows"),
             ("tokens", "tokens"),
             ("trained tokens", "trained_tokens"),
+            ("rows seen in the run", "seen_rows"),
+            ("tokens seen in the run", "seen_tokens"),
             ("rows of validation", "valid_rows"),
             ("trainable parameters", "trainable_parameters"),
         )

@@ -60,12 +60,13 @@ def event_lines(event: dict[str, Any]) -> list[str]:
     """What a reader should see of an event besides the progress line."""
     kind = event["event"]
     if kind == "meta":
+        seen = f"{counted(float(event['epochs']), 'epoch')}: " if "epochs" in event else ""
+        rows, tokens = (event.get(f"seen_{name}", event[name]) for name in ("rows", "tokens"))
         return [
             f"{event['method']} on {event['model']}, {event['device']}, {event['dtype']}",
             *event["data"],
             (
-                f"{counted(event['steps'], 'step')}, {counted(event['rows'], 'row')}, "
-                f"{counted(event['tokens'], 'token')} ({event['trained_tokens']:,} trained), "
+                f"{counted(event['steps'], 'step')}, {seen}{counted(rows, 'row')}, {counted(tokens, 'token')}; "
                 f"{counted(event['valid_rows'], 'row')} of validation"
             ),
             f"{event['trainable_parameters']:,} trainable parameters; run folder {event['folder']}",
