@@ -113,8 +113,8 @@ def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adap
 
 
 @pytest.mark.libraries
-@pytest.mark.parametrize(("kind", "within"), [("nf4", 1e-5), ("int8", 3e-2)])
-def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, within, tmp_path):
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
     stored = tmp_path / "stored"
     settings: dict = {"load_in_8bit": True}
@@ -126,7 +126,7 @@ def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapter
     made_small.save_pretrained(stored)
     AutoTokenizer.from_pretrained(base).save_pretrained(stored)
     done = made(stored, adapters["uneven"], tmp_path / "out", to="merged", dtype="fp32")
-    assert done.difference.largest <= within * done.difference.scale and bool(done.notes) == (kind == "int8")
+    assert done.difference.largest <= 1e-5 * done.difference.scale and not done.notes
     merged, small = (dict(load(folder).named_modules()) for folder in (tmp_path / "out", stored))
     for name, update in read_updates(adapters["uneven"]).by_name.items():
         exact = dequantise(small[name], torch.float32) + update.delta()

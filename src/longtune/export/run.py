@@ -164,10 +164,6 @@ class _Job:
         self.tokens = verify.prompt_tokens(loaded.tokenizer, request.prompt)
         self.computes = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.base = verify.logits(self.model, self.tokens)
-        self.base_rounds = 0.0
-        if request.to in _WHOLE and any(type(p).__name__ == "Int8Params" for p in self.model.parameters()):
-            self.base_rounds = verify.ROUNDED_INPUTS
-            self.notes.append("the base's int8 layers round their inputs, too, which a merged model doesn't")
         # Each adapter on its own, so that combining them is compared, too.
         self.truth = self._truth(parts)
         if request.requantise:
@@ -222,7 +218,7 @@ class _Job:
             found = self._mlx_logits(folder) if request.to == "mlx-merged" else None
             if found is None:
                 found = verify.logits(self._load_again(folder), self.tokens)
-            tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes], self.base_rounds)
+            tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes])
             if request.requantise:
                 # What packing loses is told above; whether the files hold the packed numbers is judged.
                 return verify.compare(self.base, self.packed, found, tolerance)
