@@ -406,7 +406,7 @@ def test_one_module_of_rank_one_is_an_adapter(base, tmp_path):
 
 def test_a_place_that_can_not_be_made_is_named(base, adapters, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="can't be made"):
+    with pytest.raises(UserError, match="can't be written"):
         made(base, adapters["some"], tmp_path / "file" / "out")
     with pytest.raises(UserError, match="names no folder"):
         made(base, adapters["some"], tmp_path.__class__("."))

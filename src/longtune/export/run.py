@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 import longtune
@@ -26,6 +25,7 @@ from longtune.model.adapters import load_adapter
 from longtune.model.experts import find_stacks, nested_paths, shortest_parameters
 from longtune.model.loading import Loaded, load_model
 from longtune.model.targets import decoder_layers, shortest_patterns
+from longtune.outputs import check_output, writing
 
 FORMATS = ("peft", "merged", "mlx", "mlx-merged", "gguf-lora")
 
@@ -110,32 +110,29 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
         request, sources, load_model(request.model, dtype=dtype, device=request.device, trust_remote_code=trust), why
     )
     out = request.out
-    try:
+    place = f"export --out {out}"
+    with writing(place):
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        reason = f"can't be made ({error.strerror or error})"
-        raise UserError(Problem(f"export --out {out}", reason, "choose another folder")) from None
     try:
-        work.chmod(0o755)
         tell(f"writing {request.to} to {out}")
-        try:
+        with writing(place):
+            work.chmod(0o755)
             job.write(work)
             _mark(work, request)
-        except (OSError, SafetensorError) as error:
-            reason = f"can't be written ({getattr(error, 'strerror', None) or error}); nothing is left of it"
-            raise UserError(Problem(f"export --out {out}", reason, "choose another folder, or make room")) from error
         tell("reading it again")
         difference = job.verify(work)
         if not difference.passes:
             failed = out.with_name(f"{out.name}.failed")
             shutil.rmtree(failed, ignore_errors=True)
-            work.rename(failed)
+            with writing(place):
+                work.rename(failed)
             raise ExportFailed(
                 f"{failed} differs from base + adapter by {difference.largest:.3g} in a logit (allowed: "
                 f"{difference.allowed:.3g}); it is kept under this name to be looked at"
             )
-        _appear(work, out)
+        with writing(place):
+            _appear(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     files = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
@@ -305,6 +302,7 @@ def _check(request: Request) -> None:
     problems.extend(_out_problems(request))
     if problems:
         raise UserError(problems)
+    check_output(request.out, f"export --out {request.out}", folder=True)
 
 
 def _refuse_stacks(to: str, updates: Mapping[str, Update], loaded: Loaded) -> None:
