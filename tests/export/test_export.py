@@ -10,15 +10,18 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from longtune.cli import app
 from longtune.errors import UserError
 from longtune.export import ExportFailed, Request, export, merged, mlx_check, peft, verify
 from longtune.export.combine import combined, even, of_one_scale
 from longtune.model.adapter_files import Update, linear_sizes, named_for, read_updates
-from longtune.model.adapters import add_lora, init_adapter, load_adapter
+from longtune.model.adapters import add_lora, init_adapter, load_adapter, save_adapter
 from longtune.model.loading import load_model
 from longtune.model.targets import choose_targets
 from support import ARCHITECTURES, tiny_model
+from tests.model.packed.support import write_plain
 
 TOKENS = torch.arange(6, 30)[None]
 KINDS = ["even", "uneven", "rslora", "some"]
@@ -225,6 +228,31 @@ def test_a_rotary_theta_that_mlx_lm_would_misread_is_written_so_that_it_is_read(
     done = made(turned, adapters["even"], tmp_path / "adapter", to="mlx")
     assert done.checked_by == "longtune" and "even without an adapter" in " ".join(done.notes)
     assert made(turned, adapters["even"], tmp_path / "out", to="mlx-merged", dtype="fp32").checked_by == "mlx-lm"
+
+
+@needs_mlx
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("to", ["mlx", "mlx-merged"])
+def test_a_model_that_mlx_lm_can_not_run_is_said_so(to, packed, tmp_path):
+    """It takes every sixth layer of Gemma 3 for one with full attention, whatever the config says."""
+    write_plain(tmp_path / "model", "gemma3_text")
+    if packed:
+        arguments = [
+            "quantise",
+            str(tmp_path / "model"),
+            "--uniform",
+            "--group-size",
+            "32",
+            "--out",
+            str(tmp_path / "q"),
+        ]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    model = tmp_path / ("q" if packed else "model")
+    made_of = add_lora(load_model(str(model), dtype="float32", device="cpu").model, rank=2, alpha=4)
+    save_adapter(made_of, tmp_path / "adapter")
+    done = made(model, tmp_path / "adapter", tmp_path / "out", to=to)
+    assert done.checked_by == "longtune" and done.difference.passes
+    assert any("mlx-lm can't run" in note and "Error" in note for note in done.notes), done.notes
 
 
 @pytest.mark.parametrize("kind", ["uneven", "some"])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from longtune.errors import Problem, UserError
 from longtune.model.packed.checkpoint import encode_floats, read_config, without_quantisation
 from longtune.model.packed.formats import Format
-from longtune.model.packed.writer import ShardWriter, with_rope_keys
+from longtune.model.packed.writer import ShardWriter, with_older_keys
 from longtune.outputs import check_output, writing
 from longtune.quantise.units import Unit
 from longtune.quantise.widths import Plain, Widths, plain_part
@@ -132,7 +132,7 @@ def _write_config(work: Path, model: PreTrainedModel, source: Path | None, width
     # Each module is named, so that a reader needs no rule for those that aren't.
     quantisation |= {name: _entry(format) for name, format in widths.formats.items()}
     config["quantization"] = config["quantization_config"] = quantisation
-    text = json.dumps(encode_floats(with_rope_keys(config)), indent=2, sort_keys=True, default=str)
+    text = json.dumps(encode_floats(with_older_keys(config)), indent=2, sort_keys=True, default=str)
     (work / "config.json").write_text(text + "\n")
 
 
