@@ -397,6 +397,27 @@ def test_adapters_of_different_bases_are_told(base, adapters, tmp_path):
     assert not made(base, adapters["even"], tmp_path / "same").notes
 
 
+def test_an_adapter_that_was_made_for_another_base_is_told(base, adapters, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other")
+    told = f"{adapters['even']} was made for {base}, and is exported for {other}: the shapes are the same"
+    assert [note[: len(told)] for note in made(other, adapters["even"], tmp_path / "out").notes] == [told]
+    # A folder that was moved keeps its name, and one that is named another way is the same.
+    moved = shutil.copytree(base, tmp_path / "deep" / base.name)
+    assert not made(moved, adapters["even"], tmp_path / "again").notes
+    (tmp_path / "link").symlink_to(base)
+    assert len(made(tmp_path / "link", adapters["even"], tmp_path / "linked").notes) == 1
+
+
+@pytest.mark.parametrize("to", ["merged", "mlx-merged", "peft"])
+def test_a_failure_that_rounding_explains_names_the_way_out(to, base, adapters, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "ROUNDED", dict.fromkeys(verify.ROUNDED, 1e-9))
+    monkeypatch.setattr(verify, "LOSSLESS", dict.fromkeys(verify.LOSSLESS, 1e-9))
+    with pytest.raises(ExportFailed, match=r"rounding to bfloat16, --dtype fp32 rounds nothing"):
+        made(base, adapters["even"], tmp_path / "out", to=to, dtype="bf16")
+    with pytest.raises(ExportFailed, match=r"to be looked at$"):
+        made(base, adapters["even"], tmp_path / "other", to="merged", dtype="fp32")
+
+
 def test_an_artefact_that_computes_something_else_fails_and_is_set_aside(base, adapters, tmp_path, monkeypatch):
     def forgetful(folder, updates, **settings):
         write(folder, {n: Update(u.down_RI, u.up_OR, u.scale * 1.01) for n, u in updates.items()}, **settings)

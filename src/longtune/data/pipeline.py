@@ -226,7 +226,8 @@ class Preparer:
         fix = "raise max_tokens, or set overlong: drop, truncate_left, truncate_right"
         if overlong == "split":
             raise RowError(TOO_LONG, f"{longest:,} tokens, and only text rows can be split", fix)
-        raise RowError(TOO_LONG, f"{longest:,} tokens, the limit is {limit:,}", f"{fix} or split (text rows)")
+        fix = f"{fix} or split" if row.kind == "text" else fix
+        raise RowError(TOO_LONG, f"{longest:,} tokens, the limit is {limit:,}", fix)
 
     def _tally(self, report: Report, example: Example) -> None:
         report.kept += 1

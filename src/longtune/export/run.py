@@ -129,7 +129,7 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
                 work.rename(failed)
             raise ExportFailed(
                 f"{failed} differs from base + adapter by {difference.largest:.3g} in a logit (allowed: "
-                f"{difference.allowed:.3g}); it is kept under this name to be looked at"
+                f"{difference.allowed:.3g}); it is kept under this name to be looked at{job.rounding()}"
             )
         with writing(place):
             _appear(work, out)
@@ -144,7 +144,7 @@ class _Job:
 
     def __init__(self, request: Request, sources: list[tuple[Updates, float]], loaded: Loaded, why: str):
         self.request, self.loaded, self.model = request, loaded, loaded.model
-        self.notes: list[str] = [*([why] if why else []), *_different_bases(sources)]
+        self.notes: list[str] = [*([why] if why else []), *_different_bases(sources, request.model, loaded.path)]
         self.checked_by = "longtune"
         parts = [(named_for(updates, self.model), weight) for updates, weight in sources]
         self.updates: dict[str, Update] = parts[0][0] if len(parts) == 1 else combined(parts)
@@ -207,6 +207,13 @@ class _Job:
     def _base_dtype(self) -> torch.dtype:
         stored = merged.stored_dtype(self.loaded.path) if self.loaded.path is not None else None
         return stored or torch.bfloat16
+
+    def rounding(self) -> str:
+        """What to try where a difference is too large; empty where nothing was rounded."""
+        rounded = DTYPES[self.request.dtype] if self.request.dtype else getattr(self, "written", torch.float32)
+        if rounded == torch.float32:
+            return ""
+        return f". If it is the rounding to {str(rounded).removeprefix('torch.')}, --dtype fp32 rounds nothing"
 
     def verify(self, folder: Path) -> Difference:
         request = self.request
@@ -355,12 +362,19 @@ def _sources(request: Request) -> list[tuple[Path, float]]:
     return [(request.adapter, 1.0), *request.others]
 
 
-def _different_bases(sources: list[tuple[Updates, float]]) -> list[str]:
-    """What to tell of adapters that name other base models than each other; folders may have moved since."""
+def _different_bases(sources: list[tuple[Updates, float]], model: str, path: Path | None) -> list[str]:
+    """What to tell of adapters that name other base models than each other, or than the one that is used; folders may
+    have moved since."""
     named = {str(updates.folder): updates.base_model for updates, _ in sources if updates.base_model}
-    if len({Path(base).name for base in named.values()}) < 2:
+    names = {Path(base).name for base in named.values()}
+    if len(names) > 1:
+        return ["the adapters name different base models: " + ", ".join(f"{f} {base}" for f, base in named.items())]
+    if not names or names <= {Path(model).name, path.name if path is not None else ""}:
         return []
-    return ["the adapters name different base models: " + ", ".join(f"{f} {base}" for f, base in named.items())]
+    folder, base = next(iter(named.items()))
+    return [
+        f"{folder} was made for {base}, and is exported for {model}: the shapes are the same, the weights may not be"
+    ]
 
 
 def _appear(work: Path, out: Path) -> None:

@@ -68,7 +68,7 @@ def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
     know the other.
     """
     found = dict(config)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     names = getattr(CONFIG_MAPPING[kind], "attribute_map", None) if kind in CONFIG_MAPPING else None
     for other, written in (names or {}).items():
         if written in config:
