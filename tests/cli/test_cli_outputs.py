@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longtune.cli import app
+from longtune.model.embedded import find_gguf
 from tests.model.packed import support
 from tests.tiny_run import write_config, write_rows
 
@@ -134,6 +135,16 @@ def test_a_run_that_found_no_room_is_started_again_as_it_says(here, tmp_path, mo
         assert code == 2 and output.rstrip().endswith(fix), output
     code, output = call("train", out, "--resume")
     assert code == 0, output
+
+
+def test_a_cache_that_can_not_be_written_is_said(tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="the embedded model is a GGUF file")
+    if find_gguf() is None:
+        pytest.skip("needs the package of the embedded model")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LONGTUNE_CACHE", str(tmp_path / "file"))
+    code, output = call("plan", "--tokens", 100)
+    assert code == 2 and "can't be written (File exists)" in output and "LONGTUNE_CACHE=FOLDER" in output, output
 
 
 def test_folders_above_a_config_are_made(here, tmp_path):
