@@ -17,7 +17,7 @@ import longtune
 
 ROOMS = Path(longtune.__file__).parent
 
-CORE = {"tree", "errors", "fallback"}
+CORE = {"tree", "errors", "fallback", "outputs"}
 LOWER = CORE | {"attention", "model"}
 STEP = LOWER | {"objective", "head", "engine"}
 
@@ -25,6 +25,7 @@ MAY_USE = {
     # What everything stands on.
     "errors": set(),
     "fallback": set(),
+    "outputs": {"errors"},
     "tree": {"errors"},
     "attention": CORE,
     "model": CORE,

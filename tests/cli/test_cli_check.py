@@ -65,7 +65,7 @@ def test_the_page_is_whole_and_escapes_what_it_shows(model, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page and "&lt;script&gt;" in page and "b &amp; c" in page
     assert 'class="trained' in page and "http" not in page and page.rstrip().endswith("</html>")
-    call(path, "--model", model, "--html", tmp_path / "none" / "page.html", code=2)
+    call(path, "--model", model, "--html", path / "page.html", code=2)
 
 
 def test_control_characters_of_the_data_never_reach_the_terminal(model, tmp_path):

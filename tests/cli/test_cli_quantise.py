@@ -163,16 +163,45 @@ def test_widths_that_there_are_not(bits, place, tmp_path):
 
 
 @pytest.mark.libraries
-def test_a_run_may_quantise_its_base_on_loading(place, tmp_path):
-    pytest.importorskip("bitsandbytes", reason="nf4 is the work of bitsandbytes")
+@pytest.mark.parametrize("way", ["nf4", "int8"])
+def test_a_run_may_quantise_its_base_on_loading(way, place, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="nf4 and int8 are the work of bitsandbytes")
     config = write_config(
-        tmp_path / "run.yaml", place / "model", place / "rows", tmp_path / "run", steps=2, eval_every=0
+        tmp_path / "run.yaml", place / "model", place / "rows", tmp_path / "run", steps=2, eval_every=1
     )
-    code, output = run("train", config, "--set", "quantise_on_load=nf4", "--set", "lora.rank_policy=by_bits")
+    wish = ("--set", f"quantise_on_load={way}")
+    code, output = run("plan", config, *wish)
+    assert code == 0 and "fits" in output, output
+    # A budget has the planner walk the model without memory, and in chunks.
+    code, output = run("train", config, *wish, "--set", "lora.rank_policy=by_bits", "--set", "memory=4GB")
     assert code == 0, output
     assert len(losses(tmp_path / "run")) == 2
     code, output = run("eval", tmp_path / "run")
     assert code == 0, output
+    code, output = run("export", tmp_path / "run", "--to", "peft", "--out", tmp_path / "exported")
+    assert code == 0 and f"stored as {way}" in output, output
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("way", ["nf4", "int8"])
+def test_chunks_change_no_loss_on_a_base_that_is_quantised_on_loading(way, place, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="nf4 and int8 are the work of bitsandbytes")
+    found = []
+    for chunk in ("null", "8"):
+        out = tmp_path / chunk
+        config = write_config(tmp_path / f"{chunk}.yaml", place / "model", place / "rows", out, steps=2, eval_every=0)
+        wishes = (
+            "--set",
+            f"quantise_on_load={way}",
+            "--set",
+            "lora.dropout=0",
+            "--set",
+            f"memory.chunk_tokens={chunk}",
+        )
+        code, output = run("train", config, *wishes)
+        assert code == 0, output
+        found.append(losses(out))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_base_that_is_packed_can_not_be_quantised_on_loading(place, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from longtune.data import load_dataset
+from longtune.data.dataset import OVERLONG
 from longtune.errors import UserError
 from tests.data.support import assistant, tokens_of, trained_texts, user
 
@@ -49,6 +50,31 @@ def test_split_is_for_text_rows(write, tokenizer):
     path = write({"messages": [user("q " * 30), assistant("a " * 30)]})
     with pytest.raises(UserError, match="only text rows"):
         load_dataset(path, tokenizer, max_tokens=20, overlong="split")
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "short"),
+    [
+        ("sft", LONG, {"text": "short"}),
+        ("sft", {"messages": [user("q"), assistant("a " * 60)]}, {"messages": [user("q"), assistant("a")]}),
+        ("sft", {"prompt": "q", "completion": "a " * 60}, {"prompt": "q", "completion": "a"}),
+        (
+            "dpo",
+            {"prompt": [user("q")], "chosen": [assistant("a " * 60)], "rejected": [assistant("b " * 60)]},
+            {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        ),
+    ],
+    ids=["text", "chat", "prompt-completion", "pairs"],
+)
+def test_what_the_fix_offers_for_a_long_row_is_taken(method, row, short, write, tokenizer):
+    path = write(row, short)
+    with pytest.raises(UserError, match="the limit is 40") as caught:
+        load_dataset(path, tokenizer, method=method, max_tokens=40)
+    (problem,) = caught.value.problems
+    offered = [word.rstrip(",") for word in problem.fix.split("overlong: ")[1].replace(" or ", ", ").split()]
+    assert ("split" in offered) is ("text" in row) and {"drop", "truncate_right"} <= {*offered} <= {*OVERLONG}
+    for overlong in offered:
+        assert len(load_dataset(path, tokenizer, method=method, max_tokens=40, overlong=overlong)) >= 1
 
 
 def test_prompt_longer_than_the_limit_is_dropped_not_trained_on_one_prompt_token(write, tokenizer):

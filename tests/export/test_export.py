@@ -10,15 +10,18 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from longtune.cli import app
 from longtune.errors import UserError
 from longtune.export import ExportFailed, Request, export, merged, mlx_check, peft, verify
 from longtune.export.combine import combined, even, of_one_scale
 from longtune.model.adapter_files import Update, linear_sizes, named_for, read_updates
-from longtune.model.adapters import add_lora, init_adapter, load_adapter
+from longtune.model.adapters import add_lora, init_adapter, load_adapter, save_adapter
 from longtune.model.loading import load_model
 from longtune.model.targets import choose_targets
 from support import ARCHITECTURES, tiny_model
+from tests.model.packed.support import write_plain
 
 TOKENS = torch.arange(6, 30)[None]
 KINDS = ["even", "uneven", "rslora", "some"]
@@ -227,6 +230,31 @@ def test_a_rotary_theta_that_mlx_lm_would_misread_is_written_so_that_it_is_read(
     assert made(turned, adapters["even"], tmp_path / "out", to="mlx-merged", dtype="fp32").checked_by == "mlx-lm"
 
 
+@needs_mlx
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("to", ["mlx", "mlx-merged"])
+def test_a_model_that_mlx_lm_can_not_run_is_said_so(to, packed, tmp_path):
+    """It takes every sixth layer of Gemma 3 for one with full attention, whatever the config says."""
+    write_plain(tmp_path / "model", "gemma3_text")
+    if packed:
+        arguments = [
+            "quantise",
+            str(tmp_path / "model"),
+            "--uniform",
+            "--group-size",
+            "32",
+            "--out",
+            str(tmp_path / "q"),
+        ]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    model = tmp_path / ("q" if packed else "model")
+    made_of = add_lora(load_model(str(model), dtype="float32", device="cpu").model, rank=2, alpha=4)
+    save_adapter(made_of, tmp_path / "adapter")
+    done = made(model, tmp_path / "adapter", tmp_path / "out", to=to)
+    assert done.checked_by == "longtune" and done.difference.passes
+    assert any("mlx-lm can't run" in note and "Error" in note for note in done.notes), done.notes
+
+
 @pytest.mark.parametrize("kind", ["uneven", "some"])
 def test_an_adapter_in_mlx_lms_layout_is_a_source_and_a_warm_start(base, adapters, kind, tmp_path):
     made(base, adapters[kind], tmp_path / "mlx", to="mlx")
@@ -369,6 +397,27 @@ def test_adapters_of_different_bases_are_told(base, adapters, tmp_path):
     assert not made(base, adapters["even"], tmp_path / "same").notes
 
 
+def test_an_adapter_that_was_made_for_another_base_is_told(base, adapters, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other")
+    told = f"{adapters['even']} was made for {base}, and is exported for {other}: the shapes are the same"
+    assert [note[: len(told)] for note in made(other, adapters["even"], tmp_path / "out").notes] == [told]
+    # A folder that was moved keeps its name, and one that is named another way is the same.
+    moved = shutil.copytree(base, tmp_path / "deep" / base.name)
+    assert not made(moved, adapters["even"], tmp_path / "again").notes
+    (tmp_path / "link").symlink_to(base)
+    assert len(made(tmp_path / "link", adapters["even"], tmp_path / "linked").notes) == 1
+
+
+@pytest.mark.parametrize("to", ["merged", "mlx-merged", "peft"])
+def test_a_failure_that_rounding_explains_names_the_way_out(to, base, adapters, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "ROUNDED", dict.fromkeys(verify.ROUNDED, 1e-9))
+    monkeypatch.setattr(verify, "LOSSLESS", dict.fromkeys(verify.LOSSLESS, 1e-9))
+    with pytest.raises(ExportFailed, match=r"rounding to bfloat16, --dtype fp32 rounds nothing"):
+        made(base, adapters["even"], tmp_path / "out", to=to, dtype="bf16")
+    with pytest.raises(ExportFailed, match=r"to be looked at$"):
+        made(base, adapters["even"], tmp_path / "other", to="merged", dtype="fp32")
+
+
 def test_an_artefact_that_computes_something_else_fails_and_is_set_aside(base, adapters, tmp_path, monkeypatch):
     def forgetful(folder, updates, **settings):
         write(folder, {n: Update(u.down_RI, u.up_OR, u.scale * 1.01) for n, u in updates.items()}, **settings)
@@ -406,7 +455,7 @@ def test_one_module_of_rank_one_is_an_adapter(base, tmp_path):
 
 def test_a_place_that_can_not_be_made_is_named(base, adapters, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="can't be made"):
+    with pytest.raises(UserError, match="can't be written"):
         made(base, adapters["some"], tmp_path / "file" / "out")
     with pytest.raises(UserError, match="names no folder"):
         made(base, adapters["some"], tmp_path.__class__("."))

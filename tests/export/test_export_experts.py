@@ -9,9 +9,26 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longtune.errors import UserError
-from longtune.export import Request, export
+from longtune.export import Request, export, mlx_check
 from longtune.model.adapters import add_lora, save_adapter
+from longtune.model.loading import load_model
+from tests import support
+from tests.model.test_experts import FAMILIES as STACKED
 from tests.model.test_experts import stirred, tiny
+
+needs_mlx = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx-lm, the reader of what is written")
+
+FAMILIES = {
+    "qwen3_moe": {},
+    "mixtral": STACKED["mixtral"],
+    # mlx-lm rounds the bounds of YaRN, which this architecture has by default.
+    "gpt_oss": dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": {},
+    "glm4_moe": dict(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1, n_group=1
+    ),
+}
 
 TOKENS = torch.arange(6, 30)[None]
 
@@ -71,6 +88,29 @@ def test_a_merged_model_is_base_plus_adapter(saved, name, tmp_path):
     done = made(saved, name, tmp_path / "out", to="merged", dtype="fp32")
     assert done.difference.passes
     close(logits(load(tmp_path / "out")), truth(saved, name))
+
+
+@needs_mlx
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlx_lm_and_longtune_read_a_merged_model_with_experts(family, base, tmp_path):
+    model = support.tiny_model(family, torch.float32, vocab_size=262, **FAMILIES[family])
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "model")
+    adapted = add_lora(load(tmp_path / "model"), rank=2, alpha=4, targets=["all-linear", "experts"])
+    save_adapter(stirred(adapted), tmp_path / "adapter")
+    done = made(tmp_path, "adapter", tmp_path / "out", to="mlx-merged", dtype="fp32")
+    assert done.checked_by == "mlx-lm" and done.difference.passes and done.difference.effect > 1e-2, done.notes
+    close(logits(load_model(str(tmp_path / "out"), dtype="float32", device="cpu").model), truth(tmp_path, "adapter"))
+
+
+@needs_mlx
+def test_an_architecture_that_mlx_lm_lacks_is_refused_before_anything_is_written(saved, monkeypatch, tmp_path):
+    assert not mlx_check.knows({"model_type": "flex_olmo"}) and mlx_check.knows({"model_type": "mistral"})
+    monkeypatch.setattr(mlx_check, "knows", lambda config: config["model_type"] == "flex_olmo")
+    with pytest.raises(UserError, match=r"mlx-lm, as it is installed here, has no architecture '\w+' -> pip install"):
+        made(saved, "some", tmp_path / "out", to="mlx-merged")
+    assert not list(tmp_path.iterdir())
+    assert made(saved, "some", tmp_path / "out", to="merged").difference.passes
 
 
 def test_two_adapters_become_their_sum(saved, tmp_path):

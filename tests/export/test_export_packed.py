@@ -11,7 +11,7 @@ from longtune.model.adapter_files import named_for, read_updates
 from longtune.model.adapters import add_lora
 from longtune.model.loading import load_model
 from longtune.model.packed.storage import bits_of, dequantise
-from longtune.model.packed.writer import with_rope_keys
+from longtune.model.packed.writer import with_older_keys
 from longtune.model.rank_sources import find_figures, lora_ranks
 
 needs_mlx = pytest.mark.skipif(not mlx_check.installed(), reason="needs mlx and mlx-lm")
@@ -113,8 +113,8 @@ def test_merged_weights_stay_packed_in_their_own_formats_when_asked(packed, adap
 
 
 @pytest.mark.libraries
-@pytest.mark.parametrize(("kind", "within"), [("nf4", 1e-5), ("int8", 3e-2)])
-def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, within, tmp_path):
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapters, kind, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs the package bitsandbytes")
     stored = tmp_path / "stored"
     settings: dict = {"load_in_8bit": True}
@@ -126,7 +126,7 @@ def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapter
     made_small.save_pretrained(stored)
     AutoTokenizer.from_pretrained(base).save_pretrained(stored)
     done = made(stored, adapters["uneven"], tmp_path / "out", to="merged", dtype="fp32")
-    assert done.difference.largest <= within * done.difference.scale and bool(done.notes) == (kind == "int8")
+    assert done.difference.largest <= 1e-5 * done.difference.scale and not done.notes
     merged, small = (dict(load(folder).named_modules()) for folder in (tmp_path / "out", stored))
     for name, update in read_updates(adapters["uneven"]).by_name.items():
         exact = dequantise(small[name], torch.float32) + update.delta()
@@ -136,9 +136,9 @@ def test_a_base_of_bitsandbytes_is_dequantised_before_it_is_merged(base, adapter
 
 def test_older_keys_of_rotary_embeddings_are_added_and_none_is_changed():
     scaled = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}, "rope_theta": 7.0}
-    found = with_rope_keys({"text_config": scaled, "a": 1})
+    found = with_older_keys({"text_config": scaled, "a": 1})
     assert found["a"] == 1
     assert found["text_config"]["rope_theta"] == 7.0
     assert found["text_config"]["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
-    assert with_rope_keys({"rope_parameters": {"rope_theta": 3.0}})["rope_theta"] == 3.0
-    assert with_rope_keys({"rope_parameters": {"full_attention": {"rope_theta": 3.0}}}).keys() == {"rope_parameters"}
+    assert with_older_keys({"rope_parameters": {"rope_theta": 3.0}})["rope_theta"] == 3.0
+    assert with_older_keys({"rope_parameters": {"full_attention": {"rope_theta": 3.0}}}).keys() == {"rope_parameters"}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from longtune.errors import UserError
 from longtune.model.packed import Format, bits_of, packed_bytes
 from longtune.model.packed.loader import load_packed
-from longtune.model.packed.writer import ShardWriter, with_rope_keys
+from longtune.model.packed.writer import ShardWriter, with_older_keys
 from longtune.model.ranks import read_sensitivities, read_widths
 from longtune.quantise import Widths, find_units, uniform_widths, write_checkpoint
 from longtune.quantise import writing as room
@@ -105,8 +105,20 @@ def test_nothing_is_left_of_a_write_that_failed(tmp_path):
 
 def test_the_older_keys_of_a_rotary_embedding():
     config = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}}
-    found = with_rope_keys({**config, "text_config": config})
+    found = with_older_keys({**config, "text_config": config})
     assert found["rope_theta"] == 5e5 and found["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
     assert found["text_config"]["rope_theta"] == 5e5
-    plain = with_rope_keys({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0, "rope_type": "default"}})
-    assert plain["rope_theta"] == 1.0 and "rope_scaling" not in plain
+    plain = with_older_keys({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0, "rope_type": "default"}})
+    assert plain["rope_theta"] == 1.0 and plain["rope_scaling"] is None
+    partial = {"rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5}}
+    assert with_older_keys(partial)["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("written", "other"), [("num_local_experts", "num_experts"), ("num_experts", "num_local_experts")]
+)
+def test_a_key_with_two_names_is_there_under_both(written, other):
+    kind = {"num_local_experts": "qwen3_moe", "num_experts": "olmoe"}[written]
+    assert with_older_keys({"model_type": kind, written: 4})[other] == 4
+    assert with_older_keys({"model_type": kind, written: 4, other: 8})[other] == 8
+    assert other not in with_older_keys({"model_type": "llama", written: 4})

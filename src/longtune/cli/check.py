@@ -40,13 +40,16 @@ def _check(
     columns: str | None,
     overrides: list[str],
 ) -> dict[str, Any]:
+    from longtune.outputs import check_output, write_output
+
+    if html is not None:
+        check_output(html, f"--html {html}")
     config = _config(targets, model, method, columns, overrides)
 
     from longtune.cli import check_view
     from longtune.data.check import check_data, estimate, has_errors
     from longtune.data.pipeline import Settings
     from longtune.data.sources import split_sources
-    from longtune.errors import Problem, UserError
     from longtune.model.loading import load_tokenizer
     from longtune.train.length import batcher, length, refusals
     from longtune.train.prepare import data_settings
@@ -73,10 +76,7 @@ def _check(
         run_length, lines = estimate(batches, found), found.lines(train_split.shares)
     check_view.show(splits, run_length, config, lines)
     if html is not None:
-        try:
-            html.write_text(check_view.page(splits, run_length, config.model), encoding="utf-8")
-        except OSError as error:
-            raise UserError(Problem(f"--html {html}", f"can't be written: {error}", "name another file")) from error
+        write_output(html, check_view.page(splits, run_length, config.model), f"--html {html}")
         print(f"wrote {html}")
     return {
         "model": config.model,

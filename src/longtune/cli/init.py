@@ -58,7 +58,9 @@ def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -
     from longtune.data.formats import parse_columns
     from longtune.data.sources import split_sources
     from longtune.errors import Problem, UserError
+    from longtune.outputs import check_output, write_output
 
+    check_output(file, f"--file {file}")
     if file.exists() and not force:
         raise UserError(Problem(str(file), "exists already", "choose another with --file, or add --force"))
     renames = parse_columns(columns)
@@ -71,7 +73,7 @@ def _init(data: str, file: Path, model: str, columns: str | None, force: bool) -
     if _EPOCHS * _count(data, -(-rows_of_run // _EPOCHS)) < rows_of_run:
         train = config.train.model_copy(update={"steps": None, "epochs": float(_EPOCHS)})
         config = config.model_copy(update={"train": train})
-    file.write_text(commented(config, formats, valid), encoding="utf-8")
+    write_output(file, commented(config, formats, valid), f"--file {file}")
     print(f"{data}: {', '.join(formats)}; " + ("validation data found" if valid else "no validation data found"))
     print(f"wrote {file}; next: longtune check {file}, then longtune train {file}")
     return {"file": str(file), "method": method, "formats": formats, "valid": valid, "config": config.to_dict()}

@@ -28,6 +28,7 @@ def report(
 
 def _report(folder: Path | None, out: Path | None) -> dict[str, Any]:
     from longtune.errors import Problem, UserError
+    from longtune.outputs import check_output, write_output, writing
     from longtune.watch.report import page
     from longtune.watch.runs import WatchedRun, choose_runs
 
@@ -35,18 +36,13 @@ def _report(folder: Path | None, out: Path | None) -> dict[str, Any]:
     target = out or found / "report.html"
     if target.suffix.lower() not in (".html", ".htm"):
         raise UserError(Problem(str(target), "a report is an HTML file", f"--out {target.with_suffix('.html')}"))
+    check_output(target, f"--out {target}")
     watched = WatchedRun(found)
     watched.refresh()
     picture = target.with_suffix(".png")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp")
-        temporary.write_text(page(watched), encoding="utf-8")
-        temporary.replace(target)
+    write_output(target, page(watched), f"--out {target}")
+    with writing(str(picture)):
         written = _draw(watched, picture)
-    except OSError as error:
-        reason = f"can't be written: {error.strerror or error}"
-        raise UserError(Problem(str(target), reason, "name another file: --out FILE.html")) from None
     print(target)
     if written:
         print(picture)

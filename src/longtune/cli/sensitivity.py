@@ -57,6 +57,10 @@ def _sensitivity(
     config = load_config(None, [*as_overrides({"model": name, "data": data}), *column_overrides(columns), *overrides])
     formats = affine_formats(bits, group_size)
 
+    from longtune.outputs import check_output, writing
+
+    check_output(out, f"--out {out}")
+
     from longtune.data.sources import resolve
     from longtune.model.loading import load_model
     from longtune.model.reference import fingerprint
@@ -86,7 +90,9 @@ def _sensitivity(
         "group size": group_size,
         "dtype": str(loaded.model.dtype),
     }
-    journal = Journal(out.with_name(f"{out.name}.partial"), about)
+    partial = out.with_name(f"{out.name}.partial")
+    with writing(str(partial)):
+        journal = Journal(partial, about)
     wanted = [(unit, format) for format in formats for unit in units]
     jobs = [job for job in wanted if (job[0].name, job[1].bits) not in journal.figures]
     print(f"{len(units)} modules, {len(samples)} rows, {count:,} predictions; {loaded.dtype_reason}")
@@ -96,7 +102,8 @@ def _sensitivity(
         with bar("measuring", len(jobs)) as step:
 
             def keep(unit: Any, format: Any, kl: float) -> None:
-                journal.add(unit.name, format.bits, kl)
+                with writing(str(partial), "make room, and start it again: it goes on where it was"):
+                    journal.add(unit.name, format.bits, kl)
                 step(f"{unit.name} {kl:.3g}")
 
             if jobs:
@@ -107,7 +114,8 @@ def _sensitivity(
     kl: dict[str, dict[int, float]] = {}
     for unit, format in wanted:
         kl.setdefault(unit.name, {})[format.bits] = journal.figures[unit.name, format.bits]
-    write_json(out, sensitivity_entries(units, kl))
+    with writing(f"--out {out}", "make room, and start it again: the figures are kept"):
+        write_json(out, sensitivity_entries(units, kl))
     journal.remove()
     lowest = min(format.bits for format in formats)
     order = sorted(units, key=lambda unit: kl[unit.name][lowest], reverse=True)

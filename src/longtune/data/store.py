@@ -147,7 +147,9 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            file.close()
+            # What a full disk doesn't take is deleted anyway; the error that ended the building has said it.
+            with contextlib.suppress(OSError):
+                file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def extend(self, examples: Sequence[Example]) -> None:

@@ -22,6 +22,7 @@ from longtune.demo.tickets import INSTRUCTION, Ticket, chat_row, is_right, is_ti
 from longtune.model.embedded import EMBEDDED
 from longtune.model.generation import Messages, generate
 from longtune.model.loading import load_model
+from longtune.outputs import check_output, write_output
 
 TICKETS = 256
 """Tickets of the training data."""
@@ -75,6 +76,7 @@ def run(
     started = time.monotonic()
     folder = Path(output or "runs/demo")
     RunFolder(folder).check_new()
+    check_output(folder, str(folder), folder=True)
     if method != "sft":
         return pairs.run(method, folder, seed=seed, on_event=on_event, steps=steps, write=write)
     held_out = tickets(HELD_OUT, seed=seed, held_out=True)
@@ -159,10 +161,10 @@ def _write_rows(folder: Path, seed: int) -> Path:
         turns = (("user", question), ("assistant", answer))
         rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     random.Random(f"demo:{seed}").shuffle(rows)
-    folder.mkdir(parents=True, exist_ok=True)
     held_out = [chat_row(ticket) for ticket in tickets(HELD_OUT, seed=seed, held_out=True)]
     for name, split in (("train", rows), ("test", held_out)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split), encoding="utf-8")
+        file = folder / f"{name}.jsonl"
+        write_output(file, "".join(json.dumps(row) + "\n" for row in split), str(file))
     return folder
 
 

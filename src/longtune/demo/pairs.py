@@ -19,6 +19,7 @@ from longtune.demo.tickets import FIELDS, preference_row, tickets
 from longtune.errors import Problem, UserError
 from longtune.model.embedded import EMBEDDED
 from longtune.model.loading import load_model
+from longtune.outputs import write_output
 
 METHODS = ("dpo", "orpo")
 PAIRS = 128
@@ -129,10 +130,10 @@ def _line(score: dict[str, Any]) -> str:
 
 def _write_rows(folder: Path, held_out: list[dict[str, Any]], seed: int) -> Path:
     """train.jsonl and test.jsonl (the held-out pairs)."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [preference_row(ticket, seed=seed) for ticket in tickets(PAIRS, seed=seed)]
     for name, split in (("train", rows), ("test", held_out)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split), encoding="utf-8")
+        file = folder / f"{name}.jsonl"
+        write_output(file, "".join(json.dumps(row) + "\n" for row in split), str(file))
     return folder
 
 

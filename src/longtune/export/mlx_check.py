@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,16 @@ NOT_INSTALLED = "mlx-lm is not installed here, so longtune's own reader of its l
 
 def installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("mlx", "mlx_lm"))
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm has a model's architecture, by its config.json; True where it isn't installed to be asked."""
+    if not installed():
+        return True
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    kind = str(config.get("model_type"))
+    return importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is not None
 
 
 def logits(model: Path, tokens: torch.Tensor, adapter: Path | None = None) -> tuple[torch.Tensor | None, str]:
@@ -37,7 +48,7 @@ def logits(model: Path, tokens: torch.Tensor, adapter: Path | None = None) -> tu
     try:
         read: Any = load_model(model, lazy=True)[0]
     except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError) as error:
-        return None, f"mlx-lm can't read {model} ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        return None, f"mlx-lm can't read {model} ({_first_line(error)}), so longtune's own reader was asked"
     # Scales of float formats are bytes, and cast nothing.
     read.set_dtype(mx.float32)
     if adapter is not None:
@@ -48,8 +59,16 @@ def logits(model: Path, tokens: torch.Tensor, adapter: Path | None = None) -> tu
         if lost:
             raise ValueError(f"mlx-lm's model has no place for {', '.join(lost[:5])}")
     read.eval()
-    found = read(mx.array(tokens.numpy()))
-    return torch.from_numpy(np.array(found.astype(mx.float32)))[0], ""
+    try:
+        found = np.array(read(mx.array(tokens.numpy())).astype(mx.float32))
+    except Exception as error:  # Its architectures fail in many ways where a config is other than they expect.
+        return None, f"mlx-lm can't run {model} ({_first_line(error)}), so longtune's own reader was asked"
+    return torch.from_numpy(found)[0], ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
 
 def has_folder(path: Path | None) -> bool:

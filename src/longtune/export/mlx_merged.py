@@ -2,7 +2,8 @@
 
 From an MLX base: its own files, tensor by tensor, with the adapted weights merged in fp32; packed ones become plain, or
 with `requantise` stay packed as they are, and adapted ones are packed again in their own format. From any other base:
-what `merged` writes, marked as MLX's; reading it again shows whether mlx-lm's names are the same.
+what `merged` writes, marked as MLX's where its names are. Experts need no other names: mlx-lm stacks those of
+transformers' files when it reads them. Only interleaved gates and ups it reads as MLX lays them out, or in 4 bits.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from longtune.errors import Problem, UserError
-from longtune.export import merged
+from longtune.export import merged, mlx_check
 from longtune.export.combine import Named
 from longtune.model.adapter_files import Update
+from longtune.model.experts import find_stacks, is_transposed
 from longtune.model.loading import Loaded
 from longtune.model.packed.checkpoint import (
     Shards,
@@ -37,7 +39,7 @@ from longtune.model.packed.checkpoint import (
 from longtune.model.packed.modules import PackedLinear, PackedWeight
 from longtune.model.packed.quantiser import Quantised, quantise
 from longtune.model.packed.storage import dequantise
-from longtune.model.packed.writer import ShardWriter, with_rope_keys
+from longtune.model.packed.writer import ShardWriter, with_older_keys
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _PARTS = ("scales", "biases", "global_scale")
@@ -46,6 +48,10 @@ _PARTS = ("scales", "biases", "global_scale")
 def check(loaded: Loaded, updates: Named, requantise: bool) -> None:
     """Raises UserError for what can't be written: `requantise` without a quantised MLX base, names that MLX lacks."""
     place = "export --to mlx-merged"
+    kind = str(loaded.model.config.model_type)
+    if not mlx_check.knows(loaded.model.config.to_dict()):
+        reason = f"mlx-lm, as it is installed here, has no architecture {kind!r}"
+        raise UserError(Problem(place, reason, "pip install -U mlx-lm, or use --to merged"))
     mlx = loaded.path is not None and loaded.path.is_dir() and is_mlx(loaded.path)
     if requantise and not (mlx and quantisation_of(read_config(cast(Path, loaded.path)))):
         fix = "leave --requantise out, and quantise what is written: longtune quantise"
@@ -70,13 +76,50 @@ def write(folder: Path, loaded: Loaded, updates: Named, *, dtype: torch.dtype, r
     if loaded.path is not None and loaded.path.is_dir() and is_mlx(loaded.path):
         _write_from_mlx(folder, loaded.path, updates, dtype, requantise)
         return
-    merged.write(folder, loaded.model, updates, dtype=dtype, tokenizer=loaded.tokenizer)
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-        save_file(tensors, file, metadata={"format": "mlx"})
+    if _interleaved(loaded.model):
+        _write_stacks(folder, loaded, updates, dtype)
+    else:
+        stacks = bool(find_stacks(loaded.model))
+        merged.write(folder, loaded.model, updates, dtype=dtype, tokenizer=loaded.tokenizer)
+        for file in () if stacks else folder.glob("model*.safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            save_file(tensors, file, metadata={"format": "mlx"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(with_rope_keys(config), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2) + "\n")
+
+
+def _interleaved(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts whose gates and ups alternate, by their paths."""
+    return {path: module for path, module in model.named_modules() if getattr(module, "is_concatenated", True) is False}
+
+
+def _write_stacks(folder: Path, loaded: Loaded, updates: Named, dtype: torch.dtype) -> None:
+    """Write the merged model with gates, ups and downs of its experts as MLX has them, [E, out, in] each."""
+    dense = merged.merge(loaded.model, updates, dtype)
+    owners, kept = _interleaved(dense), dense.state_dict()
+    writer = ShardWriter(folder)
+    tensors = dict(dense.named_parameters())
+    tensors |= {name: buffer for name, buffer in dense.named_buffers() if name in kept}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        for key, value in _as_mlx(leaf, tensor, owners[path]) if path in owners else [(leaf, tensor)]:
+            writer.add(f"{path}.{key}", value)
+    writer.close()
+    dense.config.save_pretrained(folder)
+    if dense.generation_config is not None:
+        dense.generation_config.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+
+
+def _as_mlx(leaf: str, tensor: torch.Tensor, owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A tensor of interleaved experts (gate_up_proj, down_proj, or the bias of one) as MLX's."""
+    stem, kind = (leaf.removesuffix("_bias"), "bias") if leaf.endswith("_bias") else (leaf, "weight")
+    if kind == "weight" and is_transposed(owner):
+        tensor = tensor.mT
+    if stem != "gate_up_proj":
+        return [(f"{stem}.{kind}", tensor)]
+    return [(f"gate_proj.{kind}", tensor[:, ::2]), (f"up_proj.{kind}", tensor[:, 1::2])]
 
 
 def _write_from_mlx(folder: Path, base: Path, updates: Named, dtype: torch.dtype, requantise: bool) -> None:

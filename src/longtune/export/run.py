@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 import longtune
@@ -26,6 +25,7 @@ from longtune.model.adapters import load_adapter
 from longtune.model.experts import find_stacks, nested_paths, shortest_parameters
 from longtune.model.loading import Loaded, load_model
 from longtune.model.targets import decoder_layers, shortest_patterns
+from longtune.outputs import check_output, writing
 
 FORMATS = ("peft", "merged", "mlx", "mlx-merged", "gguf-lora")
 
@@ -110,32 +110,29 @@ def export(request: Request, tell: Callable[[str], None] = lambda line: None) ->
         request, sources, load_model(request.model, dtype=dtype, device=request.device, trust_remote_code=trust), why
     )
     out = request.out
-    try:
+    place = f"export --out {out}"
+    with writing(place):
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        reason = f"can't be made ({error.strerror or error})"
-        raise UserError(Problem(f"export --out {out}", reason, "choose another folder")) from None
     try:
-        work.chmod(0o755)
         tell(f"writing {request.to} to {out}")
-        try:
+        with writing(place):
+            work.chmod(0o755)
             job.write(work)
             _mark(work, request)
-        except (OSError, SafetensorError) as error:
-            reason = f"can't be written ({getattr(error, 'strerror', None) or error}); nothing is left of it"
-            raise UserError(Problem(f"export --out {out}", reason, "choose another folder, or make room")) from error
         tell("reading it again")
         difference = job.verify(work)
         if not difference.passes:
             failed = out.with_name(f"{out.name}.failed")
             shutil.rmtree(failed, ignore_errors=True)
-            work.rename(failed)
+            with writing(place):
+                work.rename(failed)
             raise ExportFailed(
                 f"{failed} differs from base + adapter by {difference.largest:.3g} in a logit (allowed: "
-                f"{difference.allowed:.3g}); it is kept under this name to be looked at"
+                f"{difference.allowed:.3g}); it is kept under this name to be looked at{job.rounding()}"
             )
-        _appear(work, out)
+        with writing(place):
+            _appear(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     files = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
@@ -147,7 +144,7 @@ class _Job:
 
     def __init__(self, request: Request, sources: list[tuple[Updates, float]], loaded: Loaded, why: str):
         self.request, self.loaded, self.model = request, loaded, loaded.model
-        self.notes: list[str] = [*([why] if why else []), *_different_bases(sources)]
+        self.notes: list[str] = [*([why] if why else []), *_different_bases(sources, request.model, loaded.path)]
         self.checked_by = "longtune"
         parts = [(named_for(updates, self.model), weight) for updates, weight in sources]
         self.updates: dict[str, Update] = parts[0][0] if len(parts) == 1 else combined(parts)
@@ -164,10 +161,6 @@ class _Job:
         self.tokens = verify.prompt_tokens(loaded.tokenizer, request.prompt)
         self.computes = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.base = verify.logits(self.model, self.tokens)
-        self.base_rounds = 0.0
-        if request.to in _WHOLE and any(type(p).__name__ == "Int8Params" for p in self.model.parameters()):
-            self.base_rounds = verify.ROUNDED_INPUTS
-            self.notes.append("the base's int8 layers round their inputs, too, which a merged model doesn't")
         # Each adapter on its own, so that combining them is compared, too.
         self.truth = self._truth(parts)
         if request.requantise:
@@ -215,6 +208,13 @@ class _Job:
         stored = merged.stored_dtype(self.loaded.path) if self.loaded.path is not None else None
         return stored or torch.bfloat16
 
+    def rounding(self) -> str:
+        """What to try where a difference is too large; empty where nothing was rounded."""
+        rounded = DTYPES[self.request.dtype] if self.request.dtype else getattr(self, "written", torch.float32)
+        if rounded == torch.float32:
+            return ""
+        return f". If it is the rounding to {str(rounded).removeprefix('torch.')}, --dtype fp32 rounds nothing"
+
     def verify(self, folder: Path) -> Difference:
         request = self.request
         if request.to in _WHOLE:
@@ -222,7 +222,7 @@ class _Job:
             found = self._mlx_logits(folder) if request.to == "mlx-merged" else None
             if found is None:
                 found = verify.logits(self._load_again(folder), self.tokens)
-            tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes], self.base_rounds)
+            tolerance = max(verify.ROUNDED[self.written], verify.LOSSLESS[self.computes])
             if request.requantise:
                 # What packing loses is told above; whether the files hold the packed numbers is judged.
                 return verify.compare(self.base, self.packed, found, tolerance)
@@ -309,6 +309,7 @@ def _check(request: Request) -> None:
     problems.extend(_out_problems(request))
     if problems:
         raise UserError(problems)
+    check_output(request.out, f"export --out {request.out}", folder=True)
 
 
 def _refuse_stacks(to: str, updates: Mapping[str, Update], loaded: Loaded) -> None:
@@ -361,12 +362,19 @@ def _sources(request: Request) -> list[tuple[Path, float]]:
     return [(request.adapter, 1.0), *request.others]
 
 
-def _different_bases(sources: list[tuple[Updates, float]]) -> list[str]:
-    """What to tell of adapters that name other base models than each other; folders may have moved since."""
+def _different_bases(sources: list[tuple[Updates, float]], model: str, path: Path | None) -> list[str]:
+    """What to tell of adapters that name other base models than each other, or than the one that is used; folders may
+    have moved since."""
     named = {str(updates.folder): updates.base_model for updates, _ in sources if updates.base_model}
-    if len({Path(base).name for base in named.values()}) < 2:
+    names = {Path(base).name for base in named.values()}
+    if len(names) > 1:
+        return ["the adapters name different base models: " + ", ".join(f"{f} {base}" for f, base in named.items())]
+    if not names or names <= {Path(model).name, path.name if path is not None else ""}:
         return []
-    return ["the adapters name different base models: " + ", ".join(f"{f} {base}" for f, base in named.items())]
+    folder, base = next(iter(named.items()))
+    return [
+        f"{folder} was made for {base}, and is exported for {model}: the shapes are the same, the weights may not be"
+    ]
 
 
 def _appear(work: Path, out: Path) -> None:

@@ -20,9 +20,6 @@ from longtune.export.combine import Named
 from longtune.model.adapter_files import Update
 from longtune.model.experts import is_transposed
 
-ROUNDED_INPUTS = 3e-2
-"""Tolerance of a merged model beside a base whose layers round their inputs to int8 (a tiny llama differs by 7e-3)."""
-
 PROMPT = "The three laws of thermodynamics, said in one sentence each, are: 1."
 """What both sides read, where the user names nothing else."""
 

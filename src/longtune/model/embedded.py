@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from longtune.errors import Problem, UserError
+from longtune.outputs import writing
 
 EMBEDDED = "smollm2"
 """The name under which `load_model` knows the embedded model."""
@@ -75,17 +76,20 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Write `folder` from the GGUF file. Another process may do the same: whoever renames first wins."""
     from longtune.model.loading import load_gguf
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    place, fix = str(folder), "make room, or name another cache folder: LONGTUNE_CACHE=FOLDER"
+    with writing(place, fix):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         model, tokenizer = load_gguf(gguf, torch.bfloat16)
         tokenizer.model_max_length = _CONTEXT
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        try:
-            work.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
+        with writing(place, fix):
+            model.save_pretrained(work)
+            tokenizer.save_pretrained(work)
+            try:
+                work.rename(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

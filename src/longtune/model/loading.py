@@ -317,7 +317,7 @@ def _load_pretrained(
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(explain(error, place, path, trust_remote_code)) from error
-    settle(model)
+    settle(model, dtype)
     if quantise is None and is_compressed(existing):
         remember_compressed_bits(model, existing)
     if missing := sorted(report["missing_keys"]):

@@ -25,6 +25,7 @@ class Journal:
 
     Raises:
         UserError: the file is of another measurement, or is no journal.
+        OSError: it can't be written; so for every figure.
     """
 
     def __init__(self, file: Path, about: dict[str, Any]):
@@ -32,11 +33,16 @@ class Journal:
         self.figures: dict[tuple[str, int], float] = {}
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = self._read(about) if file.exists() else 0
-        self._stream = file.open("r+b" if file.exists() else "w+b")
-        self._stream.truncate(whole)
-        self._stream.seek(whole)
-        if not whole:
-            self._write({"about": about})
+        # Unbuffered: nothing waits that could fail once more when the file is closed.
+        self._stream = file.open("r+b" if file.exists() else "w+b", buffering=0)
+        try:
+            self._stream.truncate(whole)
+            self._stream.seek(whole)
+            if not whole:
+                self._write({"about": about})
+        except BaseException:
+            self._stream.close()
+            raise
 
     def _read(self, about: dict[str, Any]) -> int:
         """Bytes of whole lines; their figures are taken."""
@@ -67,8 +73,9 @@ class Journal:
         self._write({"module": module, "bits": bits, "kl": kl})
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(values).encode() + b"\n")
-        self._stream.flush()
+        line = json.dumps(values).encode() + b"\n"
+        while line:
+            line = line[self._stream.write(line) :]
         os.fsync(self._stream.fileno())
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Linears, embeddings, the head, and the gate, up and down stacks of fused experts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,7 +94,8 @@ def find_units(model: PreTrainedModel, group_size: int) -> tuple[list[Unit], dic
         group_size: of the affine format that is meant; a row that it doesn't divide can't be quantised.
 
     Raises:
-        UserError: the model is quantised already, or has parts that MLX's layout has no place for here.
+        UserError: the model is quantised already, has parts that MLX's layout has no place for here, or no row that
+            the group size divides.
     """
     _check(model)
     _, layers, _, layers_name = find_layers(model)
@@ -102,6 +104,7 @@ def find_units(model: PreTrainedModel, group_size: int) -> tuple[list[Unit], dic
     units: list[Unit] = []
     left: dict[str, str] = {}
     seen: set[int] = set()
+    widths: set[int] = set()
     for path, module in model.named_modules():
         for name, owner, parameter, rows in _weights(path, module):
             whole = cast(nn.Parameter, getattr(owner, parameter))
@@ -109,6 +112,7 @@ def find_units(model: PreTrainedModel, group_size: int) -> tuple[list[Unit], dic
                 continue
             seen.add(id(whole))
             shape = tuple(whole.shape if rows is None else whole[..., rows, :].shape)
+            widths.add(shape[-1])
             if shape[-1] % group_size:
                 left[name] = f"groups of {group_size} don't divide its rows of {shape[-1]}"
                 continue
@@ -117,7 +121,18 @@ def find_units(model: PreTrainedModel, group_size: int) -> tuple[list[Unit], dic
             if module is head:
                 layer = count
             units.append(Unit(name, f"{path}.{parameter}", layer, shape, rows, _owner=owner))
+    if not units:
+        raise _nothing_divided(group_size, widths)
     return units, left
+
+
+def _nothing_divided(group_size: int, widths: set[int]) -> UserError:
+    rows = ", ".join(str(width) for width in sorted(widths))
+    reason = f"divides the rows of no module (of {rows} numbers), so nothing would be quantised"
+    # MLX's own sizes first, then whatever goes into all rows.
+    common = math.gcd(*widths)
+    fitting = next((size for size in (64, 128, 32) if common % size == 0), common)
+    return UserError(Problem(f"group size {group_size}", reason, f"use {fitting}"))
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from longtune.errors import Problem, UserError
 from longtune.model.packed.checkpoint import encode_floats, read_config, without_quantisation
 from longtune.model.packed.formats import Format
-from longtune.model.packed.writer import ShardWriter, with_rope_keys
+from longtune.model.packed.writer import ShardWriter, with_older_keys
+from longtune.outputs import check_output, writing
 from longtune.quantise.units import Unit
 from longtune.quantise.widths import Plain, Widths, plain_part
 
@@ -55,30 +56,31 @@ def write_checkpoint(
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
-        work.mkdir(parents=True)
-        _write_tensors(work, model, units, widths, on_unit)
-        _write_config(work, model, source, widths)
-        tokenizer.save_pretrained(work)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(work)
-        _write_notes(work / "optiq", units, widths, kl or {}, about or {})
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    except OSError as error:
-        raise UserError(Problem(f"--out {out}", f"can't be written ({error})", "name another folder")) from error
+        with writing(f"--out {out}"):
+            work.mkdir(parents=True)
+            _write_tensors(work, model, units, widths, on_unit)
+            _write_config(work, model, source, widths)
+            tokenizer.save_pretrained(work)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(work)
+            _write_notes(work / "optiq", units, widths, kl or {}, about or {})
+            if out.exists():
+                out.rmdir()
+            work.rename(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:
-    """Refuse a place that holds something.
+    """Refuse a place that holds something, or that can't be written to.
 
     Raises:
-        UserError: `out` is a file, or a folder that isn't empty.
+        UserError: `out` is a file, or a folder that isn't empty; nothing can be made there.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(Problem(f"--out {out}", "is there already", "name another folder, or remove it"))
+    place = f"--out {out}"
+    check_output(out, place, folder=True)
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(Problem(place, "is there already", "name another folder, or remove it"))
 
 
 def plain_tensors(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, torch.Tensor]:
@@ -130,7 +132,7 @@ def _write_config(work: Path, model: PreTrainedModel, source: Path | None, width
     # Each module is named, so that a reader needs no rule for those that aren't.
     quantisation |= {name: _entry(format) for name, format in widths.formats.items()}
     config["quantization"] = config["quantization_config"] = quantisation
-    text = json.dumps(encode_floats(with_rope_keys(config)), indent=2, sort_keys=True, default=str)
+    text = json.dumps(encode_floats(with_older_keys(config)), indent=2, sort_keys=True, default=str)
     (work / "config.json").write_text(text + "\n")
 
 

@@ -19,6 +19,7 @@ from longtune.engine import Plan
 from longtune.errors import DoesNotFit, Problem, UserError
 from longtune.model.adapters import parameter_groups, save_adapter
 from longtune.model.reference import fingerprint
+from longtune.outputs import writing
 from longtune.train import checkpoint as checkpoints
 from longtune.train import environment, files, measure, optimiser, trackers
 from longtune.train.evaluate import choose_rows, chosen_rows, validate
@@ -105,7 +106,8 @@ def train(
             stack.enter_context(folder.lock())
             folder.check_new()
         stopper = stack.enter_context(Stopper(cancel, config.train.stop_after))
-        log = EventLog(folder.events, [on_event] if on_event else [], config.train.on_save_error)
+        with writing(str(folder.events)):
+            log = EventLog(folder.events, [on_event] if on_event else [], config.train.on_save_error)
         events = stack.enter_context(contextlib.closing(log))
         if resume:
             checkpoints.set_damaged_aside(folder.path, found.step if found else 0)
@@ -116,7 +118,8 @@ def train(
             try:
                 _write_start(folder, config, prepared, facts, anew=events.is_new)
             except OSError as error:
-                fix = "make room, and start it again with --resume"
+                # Without a config nothing of the run is there yet, and nothing can be resumed.
+                fix = "make room, and start it again" + (" with --resume" if folder.config.exists() else "")
                 raise UserError(
                     Problem(str(folder.path), f"can't be written: {error.strerror or error}", fix)
                 ) from error

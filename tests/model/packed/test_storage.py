@@ -16,8 +16,9 @@ from longtune.errors import UserError
 from longtune.model.adapters import add_lora
 from longtune.model.loading import load_model
 from longtune.model.lora import LeanLinear
-from longtune.model.packed import bits_of, dequantise, is_quantised, packed_bytes, remember_bits
+from longtune.model.packed import PackedLinear, bits_of, dequantise, is_quantised, packed_bytes, remember_bits
 from longtune.model.packed.gguf import read_widths, remember_gguf_bits, width_of
+from longtune.model.packed.onload import settle
 from longtune.tree import Forest
 from tests.model.packed import support
 from tests.model.packed.support import packed_linear
@@ -179,14 +180,35 @@ def test_nf4_is_exact_through_the_walk(plain):
 
 
 @pytest.mark.libraries
-def test_int8_is_that_of_bitsandbytes(plain):
+def test_int8_is_exact_through_the_walk(plain):
     model = load_model(str(plain), dtype="float32", device="cpu", quantise="int8").model
     projection = model.model.layers[0].self_attn.q_proj
     assert bits_of(projection) == 8 and is_quantised(projection)
-    x = torch.randn(5, 128)
-    # Its activations are rounded to 8 bits, too.
-    assert torch.nn.functional.cosine_similarity(projection(x), x @ dequantise(projection).T).min() > 0.999
-    assert_walk_is_exact(model, None, 1e-4)
+    # A byte each, and a scale and a shift for each row.
+    assert packed_bytes(projection) == 128 * (128 + 8)
+    x = 20 * torch.randn(5, 128)  # Larger than what bitsandbytes' own product excepts from rounding.
+    assert torch.allclose(projection(x), x @ dequantise(projection).T, atol=1e-4)
+    assert torch.allclose(projection(x)[1:], projection(x[1:]), atol=1e-4)
+    assert_walk_is_exact(model, LeanLinear, 1e-5)
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize(("columns", "bias"), [(32, False), (31, True), (1, False)])
+def test_int8_numbers_are_those_of_bitsandbytes(columns, bias):
+    bnb = pytest.importorskip("bitsandbytes", reason="int8 is the work of bitsandbytes")
+    weight = torch.randn(6, columns, generator=torch.Generator().manual_seed(0))
+    weight[2] = 0
+    linear = bnb.nn.Linear8bitLt(columns, 6, bias=bias, has_fp16_weights=False)
+    linear.load_state_dict({"weight": weight, **({"bias": torch.arange(6.0)} if bias else {})})
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"linear": linear.to("cpu")})})
+    wanted = dequantise(linear)
+    settle(model, torch.bfloat16)
+    found = model["inner"]["linear"]
+    assert isinstance(found, PackedLinear) and found.compute_dtype == torch.bfloat16
+    torch.testing.assert_close(dequantise(found, torch.float32), wanted, rtol=1e-6, atol=1e-6)
+    assert (found.bias is None) is not bias and not any(p.requires_grad for p in model.parameters())
+    x = torch.randn(3, columns)
+    torch.testing.assert_close(found(x), nn.functional.linear(x, wanted, found.bias), rtol=1e-5, atol=1e-5)
 
 
 def assert_walk_is_exact(model: nn.Module, layer: type | None, tolerance: float) -> None:

@@ -1,25 +1,27 @@
 """What transformers is told about quantised weights while it loads a model.
 
 A plain model's weights are stored in fewer bits on request: bitsandbytes' NF4 and int8. Of checkpoints that are
-quantised already only those of compressed-tensors need help: they are dequantised, and their widths remembered.
+quantised already two kinds need help: those of compressed-tensors are dequantised, and their widths remembered;
+bitsandbytes' layers are made to compute with what they store.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 
 from longtune.errors import Problem, UserError
-from longtune.model.packed.storage import remember_bits
+from longtune.model.packed.formats import Format, pack
+from longtune.model.packed.modules import PackedLinear
+from longtune.model.packed.storage import int8_largest, remember_bits
 
 WAYS = ("nf4", "int8")
 """What `quantise_on_load` may be. nf4: 4-bit normal floats in blocks of 64, their scales quantised once more. int8:
-rows of integers, multiplied as LLM.int8 does."""
+integers from -127 to 127, a scale for each row."""
 
 
 def check_way(way: str, place: str, *, packed: bool, gguf: bool) -> None:
@@ -95,15 +97,32 @@ def remember_compressed_bits(model: nn.Module, existing: dict[str, Any]) -> None
                 remember_bits(module, group.weights.num_bits)
 
 
-def settle(model: nn.Module) -> None:
-    """Keep 4-bit weights as they were stored, and 8-bit ones quiet.
+def settle(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have bitsandbytes' layers compute with the numbers that they store, whatever calls them.
 
-    On some CPUs bitsandbytes lays them out anew, with coarser scales, at the first forward without a gradient: the
-    numbers of a forward and of its backward would then differ.
+    On some CPUs bitsandbytes lays 4-bit weights out anew, with coarser scales, at the first forward without a gradient:
+    the numbers of a forward and of its backward would then differ. That is switched off. Its 8-bit layers round their
+    inputs, too, and except the columns that are large in any row of a call: what a token gets depends on the others of
+    its chunk. Packed linears with the same numbers take their place.
+
+    Args:
+        dtype: in which the model computes.
     """
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
             cast(Any, module).support_avx512bf16_for_cpu = False
-        elif type(module).__name__ == "Linear8bitLt":
-            # At each call it says that inputs are cast to float16, which is what int8 means there.
-            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        elif isinstance(module, nn.Linear) and type(module.weight).__name__ == "Int8Params":
+            model.set_submodule(name, _packed_rows(module, dtype))
+
+
+def _packed_rows(linear: nn.Linear, dtype: torch.dtype) -> PackedLinear:
+    """A linear of bitsandbytes' int8 (codes [O, I] from -127 to 127, the largest number of each row beside them) in the
+    affine format: codes shifted by 128, each row a group, scales in fp32."""
+    largest_O = int8_largest(linear)
+    codes_OI = linear.weight.data.view(torch.uint8) ^ 128
+    scales_O1 = (largest_O.float() / 127)[:, None]
+    columns = codes_OI.shape[1]
+    words_OW = codes_OI.view(torch.int32) if columns % 4 == 0 else pack(codes_OI, 8)
+    bias = None if linear.bias is None else linear.bias.detach()
+    format = Format("affine", 8, columns)
+    return PackedLinear(format, columns, words_OW, scales_O1, -128 * scales_O1, bias=bias, compute_dtype=dtype)

@@ -123,7 +123,7 @@ def dequantise(module: nn.Module, dtype: torch.dtype | None = None) -> torch.Ten
     if kind == "Params4bit":
         wide = _dequantise_nf4(weight)
     elif kind == "Int8Params":
-        wide = _dequantise_int8(module, weight)
+        wide = weight.data.float() * (int8_largest(module).float() / 127.0)[:, None]
     elif type(weight) not in (torch.Tensor, nn.Parameter) and hasattr(weight, "dequantize"):
         wide = weight.dequantize()
     elif weight.is_floating_point() and weight.element_size() >= 2:
@@ -183,13 +183,19 @@ def _dequantise_nf4(weight: torch.Tensor) -> torch.Tensor:
     return bnb.dequantize_4bit(data, state)
 
 
-def _dequantise_int8(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    scale = getattr(weight, "SCB", None)
-    if scale is None:
-        scale = getattr(getattr(module, "state", None), "SCB", None)
-    if scale is None:
+def int8_largest(linear: nn.Module) -> torch.Tensor:
+    """What the code 127 stands for in each row of bitsandbytes' 8-bit linear, [out].
+
+    Raises:
+        ValueError: it isn't quantised yet.
+    """
+    # It moves to the module's state at the first forward.
+    largest = getattr(linear.weight, "SCB", None)
+    if largest is None:
+        largest = getattr(getattr(linear, "state", None), "SCB", None)
+    if largest is None:
         raise ValueError("an 8-bit weight has no scales yet: move it to its device first")
-    return weight.data.float() * (scale.float() / 127.0)[:, None]
+    return cast(torch.Tensor, largest)
 
 
 def _state_tensors(state: Any) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file; a single larger tensor gets one of its own."""
@@ -58,18 +59,28 @@ class ShardWriter:
         self._held, self._size = {}, 0
 
 
-def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with its rotary embedding under the older keys, too.
+def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with what transformers 5 renamed under the older keys, too, which mlx-lm reads.
 
-    transformers 5 writes `rope_parameters`; mlx-lm reads `rope_theta` and `rope_scaling`, and silently takes a theta of
-    10,000 where they are missing.
+    transformers writes `rope_parameters`; mlx-lm reads `rope_theta`, `partial_rotary_factor` and `rope_scaling` (which
+    must be there, if only as null), and silently takes a theta of 10,000 where they are missing. A key that has two
+    names for one architecture (`num_local_experts` is Qwen3's `num_experts`) is written under one alone; mlx-lm may
+    know the other.
     """
     found = dict(config)
+    kind = str(config.get("model_type"))
+    names = getattr(CONFIG_MAPPING[kind], "attribute_map", None) if kind in CONFIG_MAPPING else None
+    for other, written in (names or {}).items():
+        if written in config:
+            found.setdefault(other, config[written])
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         found.setdefault("rope_theta", rope["rope_theta"])
-        if rope.get("rope_type", "default") != "default":
-            found.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
+        if "partial_rotary_factor" in rope:
+            found.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
+        scaled = rope.get("rope_type", "default") != "default"
+        rest = {key: value for key, value in rope.items() if key != "rope_theta"}
+        found.setdefault("rope_scaling", rest if scaled else None)
     if isinstance(config.get("text_config"), dict):
-        found["text_config"] = with_rope_keys(config["text_config"])
+        found["text_config"] = with_older_keys(config["text_config"])
     return found
