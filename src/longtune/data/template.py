@@ -12,10 +12,15 @@ from typing import Any
 
 from longtune.data.problems import RowError
 from longtune.data.rows import Message
+from longtune.errors import Problem, UserError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _PROBE = "Xylophone"
 _CALL = {"name": "probe_function", "arguments": {"probe_key": "probe value"}}
+
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What every rendering gives a template."""
 
 Spans = list[tuple[int, int]]
 
@@ -47,6 +52,23 @@ class Template:
     def has_generation(self) -> bool:
         """True when the template marks assistant turns with `{% generation %}`."""
         return not self.missing and bool(_GENERATION.search(self.source()))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads, or might: its own variables are among them."""
+        if self.missing:
+            return frozenset()
+        from jinja2 import Environment, TemplateSyntaxError, nodes
+
+        names: set[str] = set()
+        for tools in (None, [{}]):
+            source = _GENERATION_TAGS.sub("", self.source(tools))
+            try:
+                parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+            except TemplateSyntaxError as error:
+                raise UserError(Problem("chat template", f"can't be read: {error.message}")) from error
+            names |= {node.name for node in parsed.find_all(nodes.Name) if node.ctx == "load"}
+        return frozenset(names)
 
     def render(
         self,

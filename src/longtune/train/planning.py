@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longtune.config import MemoryPlan, RunConfig, check_config
+from longtune.config import Config, MemoryPlan, RunConfig, check_config
 from longtune.data import Batcher, Dataset
 from longtune.data.batching import run_length
 from longtune.engine import Engine, Plan, cost, devices
@@ -33,6 +33,7 @@ from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from longtune.model.meta import meta_model
 from longtune.model.ranks import Ranks
+from longtune.train.unread import unread_settings
 from longtune.tree import Forest
 
 AUTO_CHUNK = 8192
@@ -306,7 +307,7 @@ class RunPlan:
 
 
 def plan(
-    config: RunConfig,
+    config: Config,
     *,
     device: str | None = None,
     device_memory: str | None = None,
@@ -318,7 +319,7 @@ def plan(
     No weights are read, unless they are stored in a way that only loading tells (packed, GGUF).
 
     Args:
-        config: the run; `memory` is its budget.
+        config: the run, its keys as plain values, or a file of them; `memory` is its budget.
         device: a known device that need not be here (`engine.devices.names()`); None is the run's own.
         device_memory: bytes of that device ("24GB"), instead of what is known of it.
         tokens: plan for a row of so many tokens, without reading the data.
@@ -373,8 +374,10 @@ def _rows(config: RunConfig, tokens: int | None) -> tuple[Sequence[int] | None, 
         return None, Row(tokens)
     from longtune.train.prepare import data_sources, load_data
 
-    train, _ = data_sources(config)
+    train, valid = data_sources(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    if problems := unread_settings(config, valid, tokenizer):
+        raise UserError(problems)
     data = load_data(config, train, tokenizer)
     batches = batcher(config, data)
     settings = config.train

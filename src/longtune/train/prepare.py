@@ -28,6 +28,7 @@ from longtune.model.reference import load_reference
 from longtune.model.targets import left_out
 from longtune.objective.base import Objective
 from longtune.train.planning import Planned, plan_run
+from longtune.train.unread import unread_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,15 @@ class Prepared:
         return next(self.model.parameters()).device
 
 
-def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, checkpoint: Path | None = None, planned: Planned | None = None, *, resumed: bool = False
+) -> Prepared:
     """Loads model, adapter and data, and tries the engine on them.
 
     Args:
         checkpoint: take the adapter from this folder instead of making a fresh one.
         planned: the plan of a run that is resumed: another one would round differently.
+        resumed: the run was started already, so settings that nothing reads are left alone.
 
     Raises:
         UserError: with the problems of plan, model, data and adapter together, as far as they can be told apart.
@@ -86,6 +90,9 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     )
     train = valid = model = ranks = None
     untargeted: list[str] = []
+    if not resumed:
+        with _collect(problems):
+            problems += unread_settings(config, valid_source, loaded.tokenizer)
     with _collect(problems):
         train = load_data(config, train_source, loaded.tokenizer)
     with _collect(problems):

@@ -1,0 +1,56 @@
+"""Keys of a config that nothing of this run would read, as its data and tokenizer tell.
+
+What the config alone tells is refused when it is read (`config/refusals.py`). A run that was started already isn't
+asked: it goes on as it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from longtune.config import RunConfig, TrainConfig
+from longtune.data.template import GIVEN, Template
+from longtune.errors import Problem
+
+_DEFAULTS = TrainConfig()
+
+
+def unread_settings(config: RunConfig, valid: Any, tokenizer: Any) -> list[Problem]:
+    """One problem for each.
+
+    Args:
+        valid: the validation source; None where there is none.
+        tokenizer: of the model.
+    """
+    return [*_of_validation(config, valid), *_of_template(config, tokenizer)]
+
+
+def _of_validation(config: RunConfig, valid: Any) -> Iterator[Problem]:
+    train = config.train
+    if valid is not None:
+        return
+    fix = "leave it out, or name validation data with valid"
+    if train.eval_rows != _DEFAULTS.eval_rows:
+        yield Problem("train.eval_rows", "there is no validation data", fix)
+    # Sample answers keep that rhythm too; `keep: best` is refused for itself; and never is what happens.
+    otherwise = config.samples.prompts or train.keep.startswith("best") or train.eval_every == 0
+    if train.eval_every != _DEFAULTS.eval_every and not otherwise:
+        yield Problem("train.eval_every", "there is no validation data", fix)
+
+
+def _of_template(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
+    if not config.chat_template_kwargs:
+        return
+    template = Template(tokenizer)
+    known = template.variables
+    for name in config.chat_template_kwargs:
+        place = f"chat_template_kwargs.{name}"
+        if template.missing:
+            yield Problem(place, "the model's tokenizer has no chat template", "leave it out")
+        elif name in GIVEN:
+            yield Problem(place, "comes from the row, not from the config", "leave it out")
+        elif name not in known:
+            others = ", ".join(sorted(known - GIVEN - set(tokenizer.special_tokens_map)))
+            reads = f"its names are {others}" if others else "it reads nothing but the row"
+            yield Problem(place, f"the model's chat template doesn't read it; {reads}", "leave it out, or correct it")
