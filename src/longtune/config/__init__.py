@@ -7,7 +7,7 @@ them and stays cheap to import.
 from __future__ import annotations
 
 from longtune.config.reading import Config, check_config, load_config, quoted
-from longtune.config.refusals import supported_methods
+from longtune.config.refusals import supported_methods, warmup_refusal
 from longtune.config.schema import LEARNING_RATES, DataSource, MemoryPlan, RunConfig, TrainConfig, describe_keys
 from longtune.config.wording import shown
 
@@ -24,4 +24,5 @@ __all__ = [
     "quoted",
     "shown",
     "supported_methods",
+    "warmup_refusal",
 ]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from longtune.config.schema import LEARNING_RATES, MemoryPlan, RunConfig
+from longtune.errors import counted
 
 MOST_EPOCHS = 10_000
-"""The order of every epoch is worked out before a run begins; whoever wants more of them gives `train.steps`."""
+"""More passes than anybody means; a run that is to go on until it is stopped has `train.steps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +207,8 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.epochs", "steps and epochs are both given", "leave one of them out"
     if train.tokens_per_batch is not None and train.batch_size != 1:
         yield "train.tokens_per_batch", "batch_size and tokens_per_batch are both given", "leave one of them out"
-    if train.warmup_steps is not None and train.steps is not None and train.warmup_steps >= train.steps:
-        yield "train.warmup_steps", f"the warm-up is as long as the run ({train.steps} steps)", "shorten it"
+    if train.steps is not None:
+        yield from warmup_refusal(config, train.steps)
     every_save_validated = train.eval_every and train.save_every and train.save_every % train.eval_every == 0
     if train.keep.startswith("best") and not every_save_validated:
         why = "the best checkpoint is known only if every saved step is validated"
@@ -216,6 +217,14 @@ def contradictions(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.keep", f"sft has no {train.keep.removeprefix('best ')}", "use best, by validation loss"
     if len(set(config.track)) < len(config.track):
         yield "track", "a tracker is named twice", "name it once"
+
+
+def warmup_refusal(config: RunConfig, steps: int) -> Iterator[tuple[str, str, str]]:
+    """(key, reason, fix) where a run of so many steps would end within its warm-up."""
+    warmup = config.train.warmup_steps
+    if warmup is not None and warmup >= steps:
+        why = f"the warm-up of {counted(warmup, 'step')} is as long as the run ({counted(steps, 'step')}), or longer"
+        yield "train.warmup_steps", why, f"set it to {steps - 1} at most, or leave it out"
 
 
 def extremes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
