@@ -1,0 +1,137 @@
+"""Settings that only the data or the tokenizer make pointless: refused before a run, left alone when it goes on."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import longtune
+from longtune.cli import app
+from longtune.config import load_config
+from longtune.data.template import Template
+from longtune.errors import UserError
+from longtune.train import train
+from longtune.train.folder import RunFolder
+from longtune.train.unread import unread_settings
+from tests.tiny_run import TEMPLATE, read_events, write_config, write_model, write_rows
+
+SWITCH = "{% if flag %}!{% endif %}{% generation %}{{ bos_token }}{% endgeneration %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("tiny") / "data")
+
+
+@pytest.fixture
+def config(model, data, tmp_path):
+    return write_config(tmp_path / "run.yaml", model, data, tmp_path / "run", steps=1, accumulate=1)
+
+
+class Tokenizer:
+    def __init__(self, template):
+        self.chat_template = template
+        self.special_tokens_map = {"bos_token": "<s>"}
+
+    def get_chat_template(self, name, tools):
+        return self.chat_template
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "said"),
+    [
+        (TEMPLATE + SWITCH, "flag", None),
+        (TEMPLATE + SWITCH, "bos_token", None),
+        (TEMPLATE + SWITCH, "tokenize", "its names are flag"),
+        (TEMPLATE + SWITCH, "Flag", "its names are"),
+        (TEMPLATE, "flag", "doesn't read it"),
+        (TEMPLATE, "messages", "comes from the row"),
+        (TEMPLATE, "add_generation_prompt", "comes from the row"),
+        (None, "flag", "no chat template"),
+    ],
+)
+def test_arguments_that_no_template_reads_are_refused_by_name(template, given, said):
+    config = load_config(None, ["data=a", f"chat_template_kwargs={{{given}: 1}}"])
+    problems = unread_settings(config, None, Tokenizer(template))
+    assert bool(problems) == (said is not None)
+    for problem in problems:
+        assert problem.place == f"chat_template_kwargs.{given}"
+        assert said in problem.reason
+
+
+def test_a_template_that_is_no_jinja_is_refused():
+    with pytest.raises(UserError, match="chat template"):
+        _ = Template(Tokenizer("{% if %}")).variables
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("train.eval_rows=3", "train.eval_rows"), ("train.eval_every=7", "train.eval_every")]
+)
+def test_settings_of_a_validation_need_rows_for_it(override, key):
+    config = load_config(None, ["data=a", override])
+    assert [problem.place for problem in unread_settings(config, None, Tokenizer(None))] == [key]
+    assert not unread_settings(config, "valid.jsonl", Tokenizer(None))
+
+
+@pytest.mark.parametrize("override", ["train.eval_every=0", "samples={prompts: [a]}", "train.eval_every=50"])
+def test_a_rhythm_that_still_means_something_is_taken(override):
+    overrides = ["data=a", *(["train.eval_every=7"] if "samples" in override else []), override]
+    assert not unread_settings(load_config(None, overrides), None, Tokenizer(None))
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "check"])
+def test_every_command_that_reads_data_refuses_them(config, command, tmp_path):
+    result = CliRunner().invoke(app, [command, str(config), "--set", "chat_template_kwargs={foo: 1}"])
+    assert result.exit_code == 2
+    assert "chat_template_kwargs.foo: the model's chat template doesn't read it" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_started_with_them_goes_on(config, tmp_path):
+    train(load_config(config, ["train.steps=2", "train.save_every=1", "train.stop_after=1e-6"]))
+    file = tmp_path / "run" / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    values |= {"chat_template_kwargs": {"foo": 1}, "simpo": {"beta": 9.0, "gamma": 1.0}}
+    values["train"]["stop_after"] = None
+    file.write_text(yaml.safe_dump(values))
+    for named in (tmp_path / "run", file):
+        assert load_config(named).simpo.beta == 2.0
+    # Nor does the user's own file need them any more.
+    clean = load_config(config, ["train.steps=2", "chat_template_kwargs={foo: 1}"])
+    assert not any("simpo" in line for line in RunFolder(tmp_path / "run").check_resumable(clean))
+    assert longtune.train(tmp_path / "run", resume=True).metrics["status"] == "done"
+    resumed = [event for event in read_events(tmp_path / "run") if event["event"] == "resumed"]
+    assert not any("simpo" in line for event in resumed for line in event["changed"])
+
+
+def test_python_may_name_the_file_or_give_its_keys(config, tmp_path):
+    values = yaml.safe_load(config.read_text())
+    assert longtune.plan(config, tokens=64).fits
+    assert longtune.plan(values, tokens=64).tokens == 64
+    assert longtune.train(values).step == 1
+    with pytest.raises(UserError, match="already holds a run"):
+        longtune.train(str(config))
+    for call in (longtune.train, longtune.plan):
+        with pytest.raises(UserError, match="no such file"):
+            call("nowhere.yaml")
+        with pytest.raises(UserError, match="is no config"):
+            call(3)
+        with pytest.raises(UserError, match="unknown key"):
+            call({**values, "modle": "x"})
+
+
+def test_a_list_of_names_is_trained_on_and_named_plainly(config, data, tmp_path):
+    rows = data / "train.jsonl"
+    result = CliRunner().invoke(
+        app, ["train", str(config), "--set", f"data=[{rows}, {data / 'valid.jsonl'}]", "--set", "train.eval_every=0"]
+    )
+    assert result.exit_code == 0, result.output
+    assert f"and {rows}, {data / 'valid.jsonl'}, then planning" in result.output
+    assert "DataSource" not in result.output
+    assert next(event for event in read_events(tmp_path / "run") if event["event"] == "meta")["rows"] == 17
