@@ -13,7 +13,7 @@ from longtune.data.template import Template
 from longtune.errors import UserError
 from longtune.train import train
 from longtune.train.folder import RunFolder
-from longtune.train.unread import unread_settings
+from longtune.train.unread import idle_validation, unread_settings
 from tests.tiny_run import TEMPLATE, read_events, write_config, write_model, write_rows
 
 SWITCH = "{% if flag %}!{% endif %}{% generation %}{{ bos_token }}{% endgeneration %}"
@@ -70,19 +70,26 @@ def test_a_template_that_is_no_jinja_is_refused():
         _ = Template(Tokenizer("{% if %}")).variables
 
 
-@pytest.mark.parametrize(
-    ("override", "key"), [("train.eval_rows=3", "train.eval_rows"), ("train.eval_every=7", "train.eval_every")]
-)
-def test_settings_of_a_validation_need_rows_for_it(override, key):
-    config = load_config(None, ["data=a", override])
-    assert [problem.place for problem in unread_settings(config, None, Tokenizer(None))] == [key]
+def test_a_number_of_rows_to_validate_needs_rows():
+    config = load_config(None, ["data=a", "train.eval_rows=3"])
+    assert [problem.place for problem in unread_settings(config, None, Tokenizer(None))] == ["train.eval_rows"]
     assert not unread_settings(config, "valid.jsonl", Tokenizer(None))
 
 
-@pytest.mark.parametrize("override", ["train.eval_every=0", "samples={prompts: [a]}", "train.eval_every=50"])
-def test_a_rhythm_that_still_means_something_is_taken(override):
-    overrides = ["data=a", *(["train.eval_every=7"] if "samples" in override else []), override]
-    assert not unread_settings(load_config(None, overrides), None, Tokenizer(None))
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.eval_every=7"], True),
+        (["train.eval_every=0"], False),
+        (["train.eval_every=50"], False),
+        (["train.eval_every=7", "samples={prompts: [a]}"], False),
+    ],
+)
+def test_a_rhythm_without_anything_to_validate_is_told(overrides, told):
+    config = load_config(None, ["data=a", *overrides])
+    assert bool(list(idle_validation(config, None))) == told
+    assert not list(idle_validation(config, "valid.jsonl"))
+    assert not unread_settings(config, None, Tokenizer(None))
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "check"])

@@ -28,7 +28,7 @@ from longtune.model.reference import load_reference
 from longtune.model.targets import left_out
 from longtune.objective.base import Objective
 from longtune.train.planning import Planned, plan_run
-from longtune.train.unread import unread_settings
+from longtune.train.unread import idle_validation, unread_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ def prepare(
         raise
     warnings = (
         *planned.warnings,
+        *idle_validation(config, valid_source),
         *_warn_of_long_rows(loaded, train.report.longest),
         *untargeted,
         *(ranks.notes if ranks else ()),

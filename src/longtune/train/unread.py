@@ -26,17 +26,20 @@ def unread_settings(config: RunConfig, valid: Any, tokenizer: Any) -> list[Probl
     return [*_of_validation(config, valid), *_of_template(config, tokenizer)]
 
 
+def idle_validation(config: RunConfig, valid: Any) -> Iterator[str]:
+    """What to say of a rhythm of validations that has nothing to validate.
+
+    It is no error: one config serves data with a validation file and data without.
+    """
+    every = config.train.eval_every
+    if valid is None and every not in (_DEFAULTS.eval_every, 0) and not config.samples.prompts:
+        yield f"train.eval_every is {every}, and nothing is validated: there is no validation data (see valid)"
+
+
 def _of_validation(config: RunConfig, valid: Any) -> Iterator[Problem]:
-    train = config.train
-    if valid is not None:
-        return
-    fix = "leave it out, or name validation data with valid"
-    if train.eval_rows != _DEFAULTS.eval_rows:
+    if valid is None and config.train.eval_rows != _DEFAULTS.eval_rows:
+        fix = "leave it out, or name validation data with valid"
         yield Problem("train.eval_rows", "there is no validation data", fix)
-    # Sample answers keep that rhythm too; `keep: best` is refused for itself; and never is what happens.
-    otherwise = config.samples.prompts or train.keep.startswith("best") or train.eval_every == 0
-    if train.eval_every != _DEFAULTS.eval_every and not otherwise:
-        yield Problem("train.eval_every", "there is no validation data", fix)
 
 
 def _of_template(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
