@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from longtune.config import RunConfig, check_config, describe_keys, load_config
-from longtune.config.refusals import MOST_EPOCHS, RULES, unread
+from longtune.config.refusals import MOST, RULES, unread
 from longtune.errors import UserError
 
 OTHERS = {
@@ -125,17 +125,26 @@ def test_what_the_file_itself_makes_pointless_does_not(preferences):
 
 @pytest.mark.parametrize("named", ["", "config.yaml"])
 def test_the_config_of_a_run_that_was_started_still_loads(tmp_path, named):
-    values = {"data": "a", "output": str(tmp_path), "dpo": {"beta": 0.5}, "train": {"epochs": 2.0 * MOST_EPOCHS}}
+    values = {"data": "a", "output": str(tmp_path), "dpo": {"beta": 0.5}, "train": {"epochs": 20000.0}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "metrics.jsonl").write_text("")
     config = load_config(tmp_path / named)
-    assert (config.dpo.beta, config.train.epochs) == (0.1, 2.0 * MOST_EPOCHS)
+    assert (config.dpo.beta, config.train.epochs) == (0.1, 20000.0)
     (problem,) = refused("orpo.lambda=7", path=tmp_path / named)
     assert problem.place == "--set orpo.lambda"
 
 
-def test_epochs_have_an_end():
-    (problem,) = refused("data=a", "train.epochs=1e300")
-    assert "at most 10,000" in problem.reason
-    assert "train.steps" in problem.fix
-    load_config(None, ["data=a", f"train.epochs={MOST_EPOCHS}"])
+@pytest.mark.parametrize("key", MOST)
+def test_numbers_have_an_end(key):
+    most, fix = MOST[key]
+    for value, taken in ((most, True), (most + 1, False), (10**300, False)):
+        size = str(value) if key == "train.accumulate" else f"{value:.1f}"
+        overrides, place = ["data=a", f"{key}={size}"], f"--set {key}"
+        if key == "data.weight":
+            overrides, place = [f"data=[a, {{path: b, weight: {size}}}]"], "--set data.1.weight"
+        if taken:
+            load_config(None, overrides)
+        elif value < 2**63 or key != "train.accumulate":
+            (problem,) = refused(*overrides)
+            assert (problem.place, problem.fix) == (place, fix)
+            assert f"at most {most:,}" in problem.reason

@@ -71,6 +71,9 @@ def test_wrong_values_are_told_once_without_jargon(key):
         ("data=5", "5 is not one of the forms it may have", "a hub name"),
         ("data=[5]", "a source is a file, a folder, a hub name, or {path, weight}", ""),
         ("data=[{weight: 2}]", "is missing", "hub name"),
+        ("data=''", "a text that is not empty", "a hub name"),
+        ("model=''", "a text that is not empty", "a hub name"),
+        ("data=['']", "a text that is not empty", "a hub name"),
         ("data=[{path: []}]", "must be a text, not []", "hub name"),
     ],
 )

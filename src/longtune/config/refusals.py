@@ -15,8 +15,16 @@ from typing import Any
 from longtune.config.schema import LEARNING_RATES, MemoryPlan, RunConfig
 from longtune.errors import counted
 
-MOST_EPOCHS = 10_000
-"""More passes than anybody means; a run that is to go on until it is stopped has `train.steps`."""
+MOST = {
+    "train.epochs": (10_000, "set train.steps instead, which has no such limit"),
+    "train.accumulate": (1_000_000, "set it to a smaller number: a step's rows are held in memory"),
+    "train.learning_rate": (1_000, "2e-4 is usual"),
+    "lora.lora_plus_ratio": (1_000_000, "16 is usual"),
+    "lora.alpha": (1_000_000, "twice the rank is usual"),
+    "data.weight": (10_000, "give the other sources a smaller weight instead"),
+}
+"""The largest numbers that somebody may mean, far above any that is of use, and what to do instead. What is larger
+ends in an overflow, or is never done with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +236,11 @@ def warmup_refusal(config: RunConfig, steps: int) -> Iterator[tuple[str, str, st
 
 
 def extremes(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, reason, fix) of every number that no run is meant to have."""
-    epochs = config.train.epochs
-    if epochs is not None and epochs > MOST_EPOCHS:
-        why = f"must be at most {MOST_EPOCHS:,}, not {epochs:g}"
-        yield "train.epochs", why, "set train.steps instead, which has no such limit"
+    """(key, reason, fix) of every number that is larger than anybody means."""
+    values = _flat(config)
+    sources = () if isinstance(config.data, str) else config.data
+    weights = [(f"data.{number}.weight", "data.weight", source.weight) for number, source in enumerate(sources)]
+    for place, key, value in [*((key, key, values.get(key)) for key in MOST), *weights]:
+        most, fix = MOST[key]
+        if value is not None and value > most:
+            yield place, f"must be at most {most:,}, not {value:g}", fix

@@ -48,6 +48,8 @@ def _text(value: object) -> object:
 
 Name = Annotated[str, BeforeValidator(_text)]
 """A path, or a name on the hub."""
+Named = Annotated[Name, Field(min_length=1)]
+"""One that no run can do without."""
 
 
 def _seconds(value: object) -> object:
@@ -73,7 +75,7 @@ def _prompts_kind(value: object) -> str:
 class DataSource(_Section):
     """One of several data sources."""
 
-    path: Name
+    path: Named
     """A file, a folder or a hub name."""
     weight: float = Field(default=1.0, gt=0.0)
     """How often each of its rows is seen in an epoch; a fraction draws that share of them anew each epoch."""
@@ -261,10 +263,10 @@ def _memory_kind(value: object) -> str:
 class RunConfig(_Section):
     """A run."""
 
-    model: Name = "smollm2"
+    model: Named = "smollm2"
     """smollm2 (the embedded model), a hub name, a folder, or a file.gguf."""
     data: Annotated[
-        Annotated[Name, Tag("name")]
+        Annotated[Named, Tag("name")]
         | Annotated[
             tuple[Annotated[DataSource, BeforeValidator(_source)], ...],
             BeforeValidator(_sources),

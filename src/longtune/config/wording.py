@@ -88,6 +88,8 @@ def _wanted(item: ErrorDetails) -> Iterator[str]:
         yield "a finite number"
     elif kind == "missing":
         yield f"a list of {int(item['loc'][-1]) + 1}"
+    elif item["input"] == "" and kind.endswith("too_short"):
+        yield "a text that is not empty"
     elif kind in ("too_short", "too_long"):
         bound, word = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
         yield f"a list of {word} {context[bound]}"
