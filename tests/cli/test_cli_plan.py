@@ -69,6 +69,9 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_fixes_that_work(config):
     assert longtune.plan(
         load_config(config, ["memory=auto"]), device="rtx4090", device_memory="811MB", tokens=shorter
     ).fits
+    # The same by the letter of the fix.
+    followed = last_object(call(*call_, "--set", f"train.max_tokens={shorter}"))
+    assert followed["fits"] and followed["tokens"] == shorter
 
 
 def test_a_budget_and_keys_of_the_plan_hold_together(config):
@@ -150,7 +153,12 @@ def test_the_fate_of_longer_rows_is_told(config):
     [
         ({"keep_below": "kv"}, ["keep_below"]),
         ({"keep_layers": 2, "keep": "everything"}, []),
-        ({"keep_below": "nothing", "keep_layers": None}, []),
+        ({"keep_below": "nothing", "keep_layers": None, "halves": False}, []),
+        ({"keep_below": "kv", "halves": True}, ["keep_below", "halves"]),
+        ({"layers_per_segment": 2, "boundary_store": "host"}, ["layers_per_segment", "boundary_store"]),
+        ({"layers_per_segment": 2, "boundary_store": "host", "keep": "attention"}, []),
+        ({"layers_per_segment": 1, "boundary_store": "device"}, []),
+        ({"keep": "nothing", "keep_layers": 2}, ["keep_layers"]),
     ],
 )
 def test_keys_that_the_chosen_plan_does_not_read_are_told(memory, said):

@@ -14,7 +14,7 @@ from longtune.errors import UserError
 from longtune.train import train
 from longtune.train.folder import RunFolder
 from longtune.train.unread import idle_validation, unread_settings
-from tests.tiny_run import TEMPLATE, read_events, write_config, write_model, write_rows
+from tests.tiny_run import TEMPLATE, read_events, write_config, write_model, write_pairs, write_rows
 
 SWITCH = "{% if flag %}!{% endif %}{% generation %}{{ bos_token }}{% endgeneration %}"
 
@@ -90,6 +90,16 @@ def test_a_rhythm_without_anything_to_validate_is_told(overrides, told):
     assert bool(list(idle_validation(config, None))) == told
     assert not list(idle_validation(config, "valid.jsonl"))
     assert not unread_settings(config, None, Tokenizer(None))
+
+
+def test_prompts_can_be_shared_only_by_several_answers(config, tmp_path):
+    with pytest.raises(UserError, match="prompt_sharing: no row here"):
+        train(load_config(config, ["prompt_sharing=off"]))
+    assert not (tmp_path / "run").exists()
+    pairs = write_pairs(tmp_path / "pairs")
+    for overrides in (["method=dpo"], ["method=orpo"]):
+        where = [f"output={tmp_path / overrides[0]}", f"data={pairs}"]
+        assert train(load_config(config, [*overrides, *where, "prompt_sharing=off"])).step == 1
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "check"])

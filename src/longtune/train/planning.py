@@ -163,15 +163,19 @@ def _check_layers(planner: Planner, fixed: Mapping[str, Any]) -> None:
 
 def _unused(plan: Plan, fixed: Mapping[str, Any]) -> list[str]:
     """What to say of keys that were given and that the plan, as the planner chose the others, does not read."""
+    everything = plan.keep == "everything" and plan.keep_layers is None
     named = {
         "keep_layers": plan.keep == "nothing" and plan.keep_below == "nothing",
         "keep_below": plan.keep_layers is None,
+        "halves": everything,
+        "layers_per_segment": everything,
+        "boundary_store": everything,
     }
     what = f"{plan.keep} of {'all' if plan.keep_layers is None else plan.keep_layers} layers"
     return [
         f"memory.{key} has no effect in the plan that was chosen, which keeps {what}"
         for key, unread in named.items()
-        if unread and fixed.get(key) not in (None, "nothing")
+        if unread and key in fixed and fixed[key] != getattr(Plan(), key)
     ]
 
 

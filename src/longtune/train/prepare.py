@@ -28,7 +28,7 @@ from longtune.model.reference import load_reference
 from longtune.model.targets import left_out
 from longtune.objective.base import Objective
 from longtune.train.planning import Planned, plan_run
-from longtune.train.unread import idle_validation, unread_settings
+from longtune.train.unread import idle_validation, unread_settings, unread_sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ def prepare(
         model, ranks = _add_adapter(config, loaded, checkpoint)
         if (frozen := frozen_adapter(config)) is not None:
             load_reference(model, frozen)
+    if train is not None and not resumed:
+        problems += unread_sharing(config, [train, valid] if valid else [train])
     if train is None or model is None or problems:
         raise UserError(problems)
     engine = Engine(model, plan=planned.plan if planned else Plan(), seed=config.train.seed)

@@ -6,10 +6,11 @@ asked: it goes on as it began.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from longtune.config import RunConfig, TrainConfig
+from longtune.data import Dataset
 from longtune.data.template import GIVEN, Template
 from longtune.errors import Problem
 
@@ -24,6 +25,13 @@ def unread_settings(config: RunConfig, valid: Any, tokenizer: Any) -> list[Probl
         tokenizer: of the model.
     """
     return [*_of_validation(config, valid), *_of_template(config, tokenizer)]
+
+
+def unread_sharing(config: RunConfig, data: Iterable[Dataset]) -> list[Problem]:
+    """The problem of `prompt_sharing` where no row of the data is more than one sequence."""
+    if config.prompt_sharing == "tree" or any(dataset.branched for dataset in data):
+        return []
+    return [Problem("prompt_sharing", "no row here has answers that could share a prompt", "leave it out")]
 
 
 def idle_validation(config: RunConfig, valid: Any) -> Iterator[str]:
