@@ -16,7 +16,11 @@ from longtune.train.folder import RunFolder
 from longtune.train.unread import idle_validation, unread_settings
 from tests.tiny_run import TEMPLATE, read_events, write_config, write_model, write_pairs, write_rows
 
-SWITCH = "{% if flag %}!{% endif %}{% generation %}{{ bos_token }}{% endgeneration %}"
+SWITCH = (
+    "{% if flag %}!{% endif %}{% generation %}{{ bos_token }}{% endgeneration %}{% set own = 1 %}{{ own }}"
+    "{% if day is not defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day or raise_exception('no day') }}"
+    "{% for key, value in other.items() %}{{ key }}{{ value }}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,13 @@ class Tokenizer:
     [
         (TEMPLATE + SWITCH, "flag", None),
         (TEMPLATE + SWITCH, "bos_token", None),
-        (TEMPLATE + SWITCH, "tokenize", "its names are flag"),
+        (TEMPLATE + SWITCH, "tokenize", "doesn't read it; its names are day, flag, other"),
         (TEMPLATE + SWITCH, "Flag", "its names are"),
-        (TEMPLATE, "flag", "doesn't read it"),
+        (TEMPLATE + SWITCH, "day", None),
+        (TEMPLATE + SWITCH, "own", None),
+        (TEMPLATE, "flag", "doesn't read it; it reads nothing but the row"),
+        (TEMPLATE, "message", "doesn't read it"),
+        (TEMPLATE, "loop", "doesn't read it"),
         (TEMPLATE, "messages", "comes from the row"),
         (TEMPLATE, "add_generation_prompt", "comes from the row"),
         (None, "flag", "no chat template"),
@@ -63,6 +71,7 @@ def test_arguments_that_no_template_reads_are_refused_by_name(template, given, s
     for problem in problems:
         assert problem.place == f"chat_template_kwargs.{given}"
         assert said in problem.reason
+        assert "raise_exception" not in problem.reason
 
 
 def test_a_template_that_is_no_jinja_is_refused():

@@ -55,20 +55,38 @@ class Template:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads, or might: its own variables are among them."""
-        if self.missing:
-            return frozenset()
+        """Names that the template reads from outside, or may read: one that it also sets is among them."""
+        return self._names[0]
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """Those of `variables` that are there to be given: never set by the template, or asked whether they are."""
+        return self._names[1] - GIVEN - set(self._tokenizer.special_tokens_map)
+
+    @cached_property
+    def _names(self) -> tuple[frozenset[str], frozenset[str]]:
         from jinja2 import Environment, TemplateSyntaxError, nodes
 
-        names: set[str] = set()
-        for tools in (None, [{}]):
-            source = _GENERATION_TAGS.sub("", self.source(tools))
+        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+        read: set[str] = set()
+        options: set[str] = set()
+        for tools in () if self.missing else (None, [{}]):
             try:
-                parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+                parsed = reader.parse(_GENERATION_TAGS.sub("", self.source(tools)))
             except TemplateSyntaxError as error:
                 raise UserError(Problem("chat template", f"can't be read: {error.message}")) from error
-            names |= {node.name for node in parsed.find_all(nodes.Name) if node.ctx == "load"}
-        return frozenset(names)
+            names = list(parsed.find_all(nodes.Name))
+            counted = {name.name for loop in parsed.find_all(nodes.For) for name in _targets(loop.target)}
+            called = {call.node.name for call in parsed.find_all(nodes.Call) if isinstance(call.node, nodes.Name)}
+            asked = {
+                test.node.name
+                for test in parsed.find_all(nodes.Test)
+                if isinstance(test.node, nodes.Name) and test.name in ("defined", "undefined")
+            }
+            loaded = {name.name for name in names if name.ctx == "load"} - counted - {"loop"}
+            read |= loaded
+            options |= (loaded - {name.name for name in names if name.ctx != "load"} - called) | (asked & loaded)
+        return frozenset(read), frozenset(options)
 
     def render(
         self,
@@ -222,6 +240,11 @@ class Template:
         """Special tokens and blanks up to the end of the text."""
         pattern = self._special_pattern
         return re.compile(rf"(?:{pattern})(?:\s|{pattern})*\Z") if pattern else None
+
+
+def _targets(target: Any) -> list[Any]:
+    """The names that a loop counts by."""
+    return target.items if hasattr(target, "items") else [target]
 
 
 def _call_form(message: Message, as_text: bool, empty: str | None) -> Message:

@@ -62,6 +62,6 @@ def _of_template(config: RunConfig, tokenizer: Any) -> Iterator[Problem]:
         elif name in GIVEN:
             yield Problem(place, "comes from the row, not from the config", "leave it out")
         elif name not in known:
-            others = ", ".join(sorted(known - GIVEN - set(tokenizer.special_tokens_map)))
+            others = ", ".join(sorted(template.options))
             reads = f"its names are {others}" if others else "it reads nothing but the row"
             yield Problem(place, f"the model's chat template doesn't read it; {reads}", "leave it out, or correct it")
