@@ -139,7 +139,7 @@ def test_a_row_is_planned_as_long_as_the_run_lets_it_be(config, most, tokens, pl
     options = [part for override in overrides for part in ("--set", override)]
     result = call("plan", config, "--tokens", tokens, *options, "--device", "h200")
     assert f"a row of {planned:,} tokens" in result.output
-    assert ("note" in result.output) == (said is not None)
+    assert ("train.max_tokens" in result.output) == (said is not None)
     assert said is None or said in result.output
 
 
