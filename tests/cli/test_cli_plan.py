@@ -12,7 +12,7 @@ import longtune
 from longtune.cli import app
 from longtune.cli.output import stages
 from longtune.config import load_config
-from longtune.engine import Engine
+from longtune.engine import Engine, Plan
 from longtune.errors import DoesNotFit
 from longtune.train import planning, train
 from tests.tiny_run import losses, read_events, write_config, write_model, write_rows
@@ -69,6 +69,9 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_fixes_that_work(config):
     assert longtune.plan(
         load_config(config, ["memory=auto"]), device="rtx4090", device_memory="811MB", tokens=shorter
     ).fits
+    # The same by the letter of the fix.
+    followed = last_object(call(*call_, "--set", f"train.max_tokens={shorter}"))
+    assert followed["fits"] and followed["tokens"] == shorter
 
 
 def test_a_budget_and_keys_of_the_plan_hold_together(config):
@@ -85,6 +88,7 @@ def test_a_budget_and_keys_of_the_plan_hold_together(config):
     ("keys", "message"),
     [
         ("{keep: everything, keep_layers: 99}", "the model has"),
+        ("{layers_per_segment: 99}", "the model has"),
         ("{keep: nothing, keep_below: attention}", "keep_layers, which is not given"),
     ],
 )
@@ -117,6 +121,50 @@ def test_time_that_the_host_decides_is_said(config, device, said):
 def test_what_cannot_be_planned_is_said(model, arguments, message):
     result = call("plan", "--model", model, *arguments, code=2)
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("most", "tokens", "planned", "said"),
+    [
+        (100, 500, 100, "stops a run: planned for 100"),
+        (100, 100, 100, None),
+        (600, 500, 500, None),
+        (None, 500, 500, None),
+        (None, 200_000, 200_000, "train.max_tokens=200000"),
+    ],
+)
+def test_a_row_is_planned_as_long_as_the_run_lets_it_be(config, most, tokens, planned, said):
+    overrides = ["memory=auto", *([f"train.max_tokens={most}"] if most else [])]
+    assert planning.row_of(tokens, load_config(config, overrides))[0] == planned
+    options = [part for override in overrides for part in ("--set", override)]
+    result = call("plan", config, "--tokens", tokens, *options, "--device", "h200")
+    assert f"a row of {planned:,} tokens" in result.output
+    assert ("train.max_tokens" in result.output) == (said is not None)
+    assert said is None or said in result.output
+
+
+def test_the_fate_of_longer_rows_is_told(config):
+    loaded = load_config(config, ["train.max_tokens=100", "train.overlong=drop"])
+    assert "is not trained whole (train.overlong: drop): planned for 100" in planning.row_of(500, loaded)[1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"keep_below": "kv"}, ["keep_below"]),
+        ({"keep_layers": 2, "keep": "everything"}, []),
+        ({"keep_below": "nothing", "keep_layers": None, "halves": False}, []),
+        ({"keep_below": "kv", "halves": True}, ["keep_below", "halves"]),
+        ({"layers_per_segment": 2, "boundary_store": "host"}, ["layers_per_segment", "boundary_store"]),
+        ({"layers_per_segment": 2, "boundary_store": "host", "keep": "attention"}, []),
+        ({"layers_per_segment": 1, "boundary_store": "device"}, []),
+        ({"keep": "nothing", "keep_layers": 2}, ["keep_layers"]),
+    ],
+)
+def test_keys_that_the_chosen_plan_does_not_read_are_told(memory, said):
+    told = planning._unused(Plan(**{"keep": "everything", **memory}), memory)
+    assert len(told) == len(said)
+    assert all(key in line for key, line in zip(said, told, strict=True))
 
 
 def test_python_gets_the_same_plan(config):

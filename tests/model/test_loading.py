@@ -57,6 +57,9 @@ def test_wrong_dtype_and_device():
         choose_dtype("fp8", CPU)
     with pytest.raises(UserError, match="is no device"):
         choose_device("gpu0")
+    for name in ("meta", "xpu", "vulkan:1", ""):
+        with pytest.raises(UserError, match="is no device"):
+            choose_device(name)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="not available"):
             choose_device("cuda")

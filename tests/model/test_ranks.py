@@ -275,3 +275,23 @@ def test_kinds_leave_out_the_layer_alone():
     assert kind_of("model.layers.12.self_attn.q_proj") == "self_attn.q_proj"
     assert kind_of("model.layers.1.mlp.experts.3.up_proj") == "mlp.experts.3.up_proj"
     assert kind_of("lm_head") == "lm_head"
+
+
+def test_a_rank_that_no_module_can_use_is_refused_and_one_that_some_can_not_is_told():
+    model = tiny_model("llama", torch.float32)  # 32 wide, MLP 48, keys and values 16.
+    assert not lora_ranks(model, Figures(), rank=16, policy="constant").notes
+    (note,) = lora_ranks(model, Figures(), rank=32, policy="constant").notes
+    assert "k_proj 16" in note and "v_proj 16" in note and "q_proj" not in note and "layers" not in note
+    for rank, targets, most in ((33, "all-linear", 32), (17, ["k_proj"], 16), (10**6, "all-linear", 32)):
+        with pytest.raises(UserError, match=f"{most} at most") as caught:
+            lora_ranks(model, Figures(), rank=rank, policy="constant", targets=targets)
+        assert caught.value.problems[0].fix == f"set it to {most} or less"
+        lora_ranks(model, Figures(), rank=most, policy="constant", targets=targets)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_the_highest_rank_of_any_kind_of_weight_is_known(family):
+    model = tiny_model(family, torch.float32)
+    targets = ["all-linear"] + (["experts"] if family == "mixtral" else [])
+    with pytest.raises(UserError, match="32 at most"):
+        lora_ranks(model, Figures(), rank=1000, policy="constant", targets=targets)

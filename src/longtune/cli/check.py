@@ -50,15 +50,19 @@ def _check(
     from longtune.data.check import check_data, estimate, has_errors
     from longtune.data.pipeline import Settings
     from longtune.data.sources import split_sources
+    from longtune.errors import UserError
     from longtune.model.loading import load_tokenizer
     from longtune.train.length import batcher, length, refusals
     from longtune.train.prepare import data_settings
+    from longtune.train.unread import unread_settings
 
     settings = data_settings(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     named = config.data if isinstance(config.data, str) else [source.model_dump() for source in config.data]
     train, valid = split_sources(named)
     sources = {"train": train, "valid": config.valid or valid}
+    if problems := unread_settings(config, sources["valid"], tokenizer):
+        raise UserError(problems)
     splits = check_data(
         {name: source for name, source in sources.items() if source is not None},
         tokenizer,

@@ -69,6 +69,7 @@ def _plan(
             device_memory = memory  # Beside keys of the plan, which stay.
 
     from longtune.train.planning import plan as plan_run
+    from longtune.train.planning import row_of
 
     try:
         found = plan_run(config, device=device, device_memory=device_memory, tokens=tokens, on_stage=say)
@@ -76,6 +77,8 @@ def _plan(
         say(None)
     for line in _lines(found, config):
         print(line)
+    if tokens is not None and (said := row_of(tokens, config)[1]):
+        print(f"note       {said}")
     return {**found.as_dict(), "exit_code": 0 if found.fits else 3}
 
 

@@ -56,7 +56,8 @@ def _train(
 
     # Made here, after --json has turned stdout into stderr.
     console = _lasting_console()
-    console.print(f"loading {config.model} and {config.data}, then planning", soft_wrap=True, markup=False)
+    data = ", ".join(config.sources)
+    console.print(f"loading {config.model} and {data}, then planning", soft_wrap=True, markup=False)
     try:
         with ProgressLine(console) as progress:
             done = train_run(config, progress, resume=resume)

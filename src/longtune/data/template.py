@@ -12,10 +12,15 @@ from typing import Any
 
 from longtune.data.problems import RowError
 from longtune.data.rows import Message
+from longtune.errors import Problem, UserError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _PROBE = "Xylophone"
 _CALL = {"name": "probe_function", "arguments": {"probe_key": "probe value"}}
+
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What every rendering gives a template."""
 
 Spans = list[tuple[int, int]]
 
@@ -47,6 +52,41 @@ class Template:
     def has_generation(self) -> bool:
         """True when the template marks assistant turns with `{% generation %}`."""
         return not self.missing and bool(_GENERATION.search(self.source()))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads from outside, or may read: one that it also sets is among them."""
+        return self._names[0]
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """Those of `variables` that are there to be given: never set by the template, or asked whether they are."""
+        return self._names[1] - GIVEN - set(self._tokenizer.special_tokens_map)
+
+    @cached_property
+    def _names(self) -> tuple[frozenset[str], frozenset[str]]:
+        from jinja2 import Environment, TemplateSyntaxError, nodes
+
+        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+        read: set[str] = set()
+        options: set[str] = set()
+        for tools in () if self.missing else (None, [{}]):
+            try:
+                parsed = reader.parse(_GENERATION_TAGS.sub("", self.source(tools)))
+            except TemplateSyntaxError as error:
+                raise UserError(Problem("chat template", f"can't be read: {error.message}")) from error
+            names = list(parsed.find_all(nodes.Name))
+            counted = {name.name for loop in parsed.find_all(nodes.For) for name in _targets(loop.target)}
+            called = {call.node.name for call in parsed.find_all(nodes.Call) if isinstance(call.node, nodes.Name)}
+            asked = {
+                test.node.name
+                for test in parsed.find_all(nodes.Test)
+                if isinstance(test.node, nodes.Name) and test.name in ("defined", "undefined")
+            }
+            loaded = {name.name for name in names if name.ctx == "load"} - counted - {"loop"}
+            read |= loaded
+            options |= (loaded - {name.name for name in names if name.ctx != "load"} - called) | (asked & loaded)
+        return frozenset(read), frozenset(options)
 
     def render(
         self,
@@ -200,6 +240,11 @@ class Template:
         """Special tokens and blanks up to the end of the text."""
         pattern = self._special_pattern
         return re.compile(rf"(?:{pattern})(?:\s|{pattern})*\Z") if pattern else None
+
+
+def _targets(target: Any) -> list[Any]:
+    """The names that a loop counts by."""
+    return target.items if hasattr(target, "items") else [target]
 
 
 def _call_form(message: Message, as_text: bool, empty: str | None) -> Message:

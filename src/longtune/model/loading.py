@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from longtune.errors import Problem, UserError
+from longtune.errors import Problem, UserError, counted
 from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.packed.checkpoint import is_mlx, read_config
 from longtune.model.packed.gguf import remember_gguf_bits
@@ -149,12 +149,19 @@ def choose_device(device: str) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError:
-        raise UserError(Problem("device", f"{device!r} is no device", "use auto, cpu, cuda, cuda:N or mps")) from None
+        target = None
+    # torch knows devices without memory or without a backend here (meta, xpu, ...).
+    if target is None or target.type not in ("cpu", "cuda", "mps"):
+        raise UserError(Problem("device", f"{device!r} is no device", "use auto, cpu, cuda, cuda:N or mps"))
     missing = (target.type == "cuda" and not torch.cuda.is_available()) or (
         target.type == "mps" and not torch.backends.mps.is_available()
     )
     if missing:
         raise UserError(Problem("device", f"{device} is not available on this machine", "use auto or cpu"))
+    if target.type == "cuda" and (target.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(
+            Problem("device", f"{device} is not there: {counted(count, 'CUDA device')}", "count from cuda:0")
+        )
     return target
 
 

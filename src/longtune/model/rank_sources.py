@@ -6,18 +6,27 @@ What follows from the figures is decided in `ranks`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from longtune.errors import Problem, UserError
 from longtune.model.experts import find_stacks
 from longtune.model.names import match_names
 from longtune.model.packed.storage import bits_of, is_quantised
-from longtune.model.ranks import Ranks, choose_ranks, find_sensitivities, find_widths, read_sensitivities, read_widths
+from longtune.model.ranks import (
+    Ranks,
+    choose_ranks,
+    find_sensitivities,
+    find_widths,
+    kind_of,
+    read_sensitivities,
+    read_widths,
+)
 from longtune.model.targets import ALL_LINEAR, choose_targets, is_linear
 
 
@@ -86,9 +95,45 @@ def lora_ranks(
     """The ranks that `adapters.add_lora` gives with the same settings; nothing is added to the model.
 
     Raises:
-        UserError: as `targets.choose_targets` and `ranks.choose_ranks`.
+        UserError: as `targets.choose_targets` and `ranks.choose_ranks`; or ranks of which no module can use all.
     """
-    return choose_ranks(policy, rank, choose_targets(model, targets, layers), figures.bits, figures.kl)
+    ranks = choose_ranks(policy, rank, choose_targets(model, targets, layers), figures.bits, figures.kl)
+    return _told_of_limits(ranks, _limits(model, ranks.by_name))
+
+
+def _limits(model: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """The highest rank that an update of each weight can have: the lesser of its inputs and outputs."""
+    modules, stacks = dict(model.named_modules()), find_stacks(model)
+    limits: dict[str, int] = {}
+    for name in names:
+        if name in stacks:
+            limits[name] = min(stacks[name].shape[1:])
+        elif isinstance(module := modules[name], Conv1D):
+            limits[name] = min(module.weight.shape)
+        else:
+            limits[name] = min(int(getattr(module, size)) for size in ("in_features", "out_features"))
+    return limits
+
+
+def _told_of_limits(ranks: Ranks, limits: dict[str, int]) -> Ranks:
+    """The ranks with a note of those that are higher than their module can use.
+
+    Raises:
+        UserError: all of them are.
+    """
+    beyond = [name for name, rank in ranks.by_name.items() if rank > limits[name]]
+    if not beyond:
+        return ranks
+    if len(beyond) == len(ranks.by_name):
+        most = max(limits.values())
+        reason = (
+            f"{ranks.base} is more than any module here can use: {most} at most, the lesser of its inputs and outputs"
+        )
+        raise UserError(Problem("lora.rank", reason, f"set it to {most} or less"))
+    kinds = {kind_of(name): limits[name] for name in beyond}
+    told = ", ".join(f"{kind} {limit}" for kind, limit in kinds.items())
+    note = f"lora.rank {ranks.base} is more than some modules can use, and buys nothing there (most: {told})"
+    return replace(ranks, notes=(*ranks.notes, note))
 
 
 def _sensitivity_file(folder: Path | None, given: str | os.PathLike[str] | None) -> Path | None:

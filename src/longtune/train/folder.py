@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longtune.config import RunConfig, load_config
+from longtune.config import RunConfig, load_config, shown
 from longtune.errors import Problem, UserError
 from longtune.train.events import last_kind
 from longtune.train.files import read_json
@@ -99,16 +99,17 @@ class RunFolder:
             return []
         before, now = _flat(load_config(self.config).anchored().to_dict()), _flat(config.anchored().to_dict())
         differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        each = {key: (shown(before.get(key)), shown(now.get(key))) for key in differing}
         problems = [
-            Problem(f"{self.config}: {key}", f"the run was started with {before.get(key)!r}, not {now.get(key)!r}")
-            for key in differing
+            Problem(f"{self.config}: {key}", f"the run was started with {then}, not {here}")
+            for key, (then, here) in each.items()
             if not _is_free(key)
         ]
         if problems:
             *others, last = problems
             fix = "resume with the run's own config, or start a new run with init_adapter"
             raise UserError([*others, Problem(last.place, last.reason, fix)])
-        return [f"{key}: {before.get(key)!r} at the start, {now.get(key)!r} now" for key in differing]
+        return [f"{key}: {then} at the start, {here} now" for key, (then, here) in each.items()]
 
     def compare(self, facts: dict[str, Any]) -> list[str]:
         """What differs between the run's environment.json and `facts`, in words, of what may.

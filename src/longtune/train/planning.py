@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longtune.config import MemoryPlan, RunConfig, check_config
+from longtune.config import Config, MemoryPlan, RunConfig, TrainConfig, check_config
 from longtune.data import Batcher, Dataset
 from longtune.data.report import past_positions
 from longtune.engine import Engine, Plan, cost, devices
@@ -27,13 +27,14 @@ from longtune.engine.candidates import KEYS
 from longtune.engine.devices import Device
 from longtune.engine.forecast import Row
 from longtune.engine.planner import Planner, Prediction
-from longtune.errors import DoesNotFit, Problem, UserError
+from longtune.errors import DoesNotFit, Problem, UserError, counted
 from longtune.model.adapters import add_lora
 from longtune.model.embedded import EMBEDDED, embedded_folder
 from longtune.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from longtune.model.meta import meta_model, positions_of
 from longtune.model.ranks import Ranks
 from longtune.train.length import batcher, checked_length, length
+from longtune.train.unread import unread_settings
 from longtune.tree import Forest
 
 AUTO_CHUNK = 8192
@@ -98,7 +99,8 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
     except (UserError, NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         return _unpredicted(config, device, error)
     with planner:
-        _check_layers(planner, fixed)
+        if at_most is None:  # Else it was asked before the run began.
+            _check_layers(planner, fixed)
         row = _longest(batcher(config, data), data)
         budget = _budget(config, device)
         if at_most is not None:
@@ -111,7 +113,8 @@ def plan_run(config: RunConfig, engine: Engine, data: Dataset, at_most: int | No
             raise _does_not_fit(planner, config, row, budget, fixed)
         compiled, why = _compiling(config, data, chosen, row)
         reason = _reason(config, budget, fixed) + why
-        return Planned(chosen.plan, reason, _predicted(chosen, planner, config), compile=compiled)
+        told = tuple(_unused(chosen.plan, fixed))
+        return Planned(chosen.plan, reason, _predicted(chosen, planner, config), told, compiled)
 
 
 def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest | Row) -> tuple[bool, str]:
@@ -131,10 +134,37 @@ def _compiling(config: RunConfig, data: Dataset, chosen: Prediction, row: Forest
 
 
 def _check_layers(planner: Planner, fixed: Mapping[str, Any]) -> None:
-    kept, there = fixed.get("keep_layers"), planner.forecaster.ghost.layers
-    if kept is not None and kept > there:
-        fix = f"give {there} at most, or leave the key out for all of them"
-        raise UserError(Problem("memory.keep_layers", f"{kept} layers, and the model has {there}", fix))
+    there = planner.forecaster.ghost.layers
+    means_all = {"keep_layers": "leave the key out", "layers_per_segment": "write null"}
+    problems = [
+        Problem(
+            f"memory.{key}",
+            f"{counted(fixed[key], 'layer')}, and the model has {there}",
+            f"give {there} at most, or {all_of_them} for all of them",
+        )
+        for key, all_of_them in means_all.items()
+        if (fixed.get(key) or 0) > there
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _unused(plan: Plan, fixed: Mapping[str, Any]) -> list[str]:
+    """What to say of keys that were given and that the plan, as the planner chose the others, does not read."""
+    everything = plan.keep == "everything" and plan.keep_layers is None
+    named = {
+        "keep_layers": plan.keep == "nothing" and plan.keep_below == "nothing",
+        "keep_below": plan.keep_layers is None,
+        "halves": everything,
+        "layers_per_segment": everything,
+        "boundary_store": everything,
+    }
+    what = f"{plan.keep} of {'all' if plan.keep_layers is None else plan.keep_layers} layers"
+    return [
+        f"memory.{key} has no effect in the plan that was chosen, which keeps {what}"
+        for key, unread in named.items()
+        if unread and key in fixed and fixed[key] != getattr(Plan(), key)
+    ]
 
 
 def _choose(planner: Planner, row: Forest | Row, budget: Budget, fixed: Mapping[str, Any]) -> Prediction | None:
@@ -302,7 +332,7 @@ class RunPlan:
 
 
 def plan(
-    config: RunConfig,
+    config: Config,
     *,
     device: str | None = None,
     device_memory: str | None = None,
@@ -314,16 +344,18 @@ def plan(
     No weights are read, unless they are stored in a way that only loading tells (packed, GGUF).
 
     Args:
-        config: the run; `memory` is its budget.
+        config: the run, its keys as plain values, or a file of them; `memory` is its budget.
         device: a known device that need not be here (`engine.devices.names()`); None is the run's own.
         device_memory: bytes of that device ("24GB"), instead of what is known of it.
-        tokens: plan for a row of so many tokens, without reading the data.
+        tokens: plan for a row of so many tokens, without reading the data; see `row_of`.
         on_stage: is told what is being done.
 
     Raises:
         UserError: the config, its model or its data must be changed.
     """
     config = check_config(config)
+    if tokens is not None:
+        tokens, _ = row_of(tokens, config)
     away = devices.known(device) if device is not None else None
     here = torch.device("cpu") if away is not None else choose_device(config.device)
     if away is not None:
@@ -366,6 +398,21 @@ def plan(
         )
 
 
+def row_of(tokens: int, config: RunConfig) -> tuple[int, str]:
+    """What a run makes of a row of so many tokens: (tokens that are planned for, what to say of it).
+
+    A `max_tokens` of the config's own is kept; its default alone is no wish to have shorter rows.
+    """
+    most, overlong = config.train.max_tokens, config.train.overlong
+    if tokens <= most:
+        return tokens, ""
+    longer = f"a row of {tokens:,} tokens is longer than train.max_tokens ({most:,})"
+    fate = "stops a run" if overlong == "error" else f"is not trained whole (train.overlong: {overlong})"
+    if most == TrainConfig().max_tokens:
+        return tokens, f"{longer}, its default, and {fate}: train it with train.max_tokens={tokens}"
+    return most, f"{longer} and {fate}: planned for {most:,}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """What a plan needs to know of the data.
@@ -390,8 +437,10 @@ def _rows(config: RunConfig, tokens: int | None) -> _Rows:
         return _Rows(Row(tokens), tokens)
     from longtune.train.prepare import data_sources, load_data
 
-    train, _ = data_sources(config)
+    train, valid = data_sources(config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    if problems := unread_settings(config, valid, tokenizer):
+        raise UserError(problems)
     data = load_data(config, train, tokenizer)
     batches = batcher(config, data)
     found = checked_length(config, batches)

@@ -32,6 +32,7 @@ from longtune.model.targets import left_out
 from longtune.objective.base import Objective
 from longtune.train.length import batcher, checked_length
 from longtune.train.planning import Planned, plan_run
+from longtune.train.unread import idle_validation, unread_settings, unread_sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,15 @@ class Prepared:
         return next(self.model.parameters()).device
 
 
-def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, checkpoint: Path | None = None, planned: Planned | None = None, *, resumed: bool = False
+) -> Prepared:
     """Loads model, adapter and data, and tries the engine on them.
 
     Args:
         checkpoint: take the adapter from this folder instead of making a fresh one.
         planned: the plan of a run that is resumed: another one would round differently.
+        resumed: the run was started already, so settings that nothing reads are left alone.
 
     Raises:
         UserError: with the problems of plan, model, data and adapter together, as far as they can be told apart.
@@ -92,6 +96,9 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     )
     train = valid = model = ranks = found = None
     untargeted: list[str] = []
+    if not resumed:
+        with _collect(problems):
+            problems += unread_settings(config, valid_source, loaded.tokenizer)
     with _collect(problems):
         train = load_data(config, train_source, loaded.tokenizer)
         found = checked_length(config, batcher(config, train))
@@ -102,6 +109,8 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
         model, ranks = _add_adapter(config, loaded, checkpoint)
         if (frozen := frozen_adapter(config)) is not None:
             load_reference(model, frozen)
+    if train is not None and not resumed:
+        problems += unread_sharing(config, [train, valid] if valid else [train])
     if train is None or found is None or model is None or problems:
         raise UserError(problems)
     engine = Engine(model, plan=planned.plan if planned else Plan(), seed=config.train.seed)
@@ -117,6 +126,7 @@ def prepare(config: RunConfig, checkpoint: Path | None = None, planned: Planned 
     positions = positions_of(loaded.model.config)
     warnings = (
         *planned.warnings,
+        *idle_validation(config, valid_source),
         *found.not_reached(train.shares),
         *past_positions(train.report.longest, positions),
         *past_positions(valid.report.longest if valid else 0, positions, "the longest row of validation"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from longtune.config import RunConfig, check_config
+from longtune.config import Config, RunConfig, check_config
 from longtune.data import Batcher
 from longtune.engine import Plan
 from longtune.errors import DoesNotFit, Problem, UserError
@@ -58,7 +58,7 @@ class Run:
 
 
 def train(
-    config: RunConfig,
+    config: Config,
     on_event: OnEvent | None = None,
     *,
     resume: bool = False,
@@ -67,7 +67,7 @@ def train(
     """Trains an adapter.
 
     Args:
-        config: the run.
+        config: the run, its keys as plain values, or the path of a config file or a run's folder.
         on_event: called with every event of the run, as it is written to metrics.jsonl. An exception in it becomes
             one `warning` event, with the traceback on stderr, and the run goes on; to end it from there, set `cancel`.
         resume: go on from the newest whole checkpoint in the run's folder, bit for bit.
@@ -95,7 +95,8 @@ def train(
                 raise _all_damaged(folder, damaged)
         else:
             folder.check_new()
-        prepared = prepare(config, found.folder if found else None, _stored_plan(folder) if resume else None)
+        stored = _stored_plan(folder) if resume else None
+        prepared = prepare(config, found.folder if found else None, stored, resumed=resume)
         stack.enter_context(contextlib.closing(prepared.engine))
         _check_keep(config, prepared)
         samples = Samples(config, prepared) if config.samples.prompts else None

@@ -1,4 +1,4 @@
-"""The schema of a run: every problem at once with its place, defaults written out, and a dump that reads back."""
+"""Reading a config: every problem at once with its place, defaults written out, and a dump that reads back."""
 
 from __future__ import annotations
 
